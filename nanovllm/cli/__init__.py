@@ -1,0 +1,84 @@
+"""The command ``nanovllm``: generate, chat, info and bench in a terminal.
+
+This file reads the arguments; each command is a module that is imported when it is run, because torch takes
+a second or two to import and ``--help`` should not.
+"""
+
+import argparse
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from nanovllm.cli.arguments import add_bench, add_chat, add_generate, add_info
+from nanovllm.errors import NanoError
+
+COMMANDS = {
+    "generate": "nanovllm.cli.generate:run",
+    "chat": "nanovllm.cli.chat:run",
+    "info": "nanovllm.cli.info:run",
+    "bench": "nanovllm.cli.bench:run",
+}
+
+BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+"""Exit statuses: argparse's own for bad input, and what a shell reports for SIGINT and for SIGPIPE."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
+    started = time.perf_counter()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
+    args = _parser().parse_args(argv)
+    args.started = started
+    try:
+        status = _find(args.command)(args)
+        sys.stdout.flush()  # here, and not at exit, where a closed pipe could no longer be caught
+        return status
+    except NanoError as error:
+        print(f"nanovllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left (``| head``). Python would complain once more at exit, when it
+        # flushes what is left; so let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _find(command: str) -> Callable[[argparse.Namespace], int]:
+    """Import the module of ``command`` and return its ``run``."""
+    module, name = COMMANDS[command].split(":")
+    run: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
+    return run
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanovllm",
+        description="Run language models: a complete, small inference engine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (add_generate, add_chat, add_info, add_bench):
+        add(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version. argparse's own action would read the package's metadata on every start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> NoReturn:
+        try:
+            found = version("nanovllm")
+        except PackageNotFoundError:
+            found = "(not installed: run from its source folder)"
+        print(f"nanovllm {found}")
+        parser.exit()

@@ -1,0 +1,153 @@
+"""The arguments of each command, and how they become options of the engine and sampling parameters.
+
+An option that is not given is not passed on, so the defaults are those of the Python API, written there once.
+"""
+
+import argparse
+import json
+from typing import Any, TypeAlias
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+ENGINE = {"dtype": str, "device": str, "max_model_len": int, "max_num_seqs": int, "load_format": str}
+"""Options of the engine that have an argument of their own; ``-o`` reaches all of them."""
+
+SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}
+"""Sampling parameters that have an argument of their own, beside ``--stop``."""
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_generate(commands: Commands) -> None:
+    """Add ``nanovllm generate``."""
+    parser = _command(commands, "generate", "answer prompts: those given, else those on standard input, one a line")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input is read if there is none"
+    )
+    _add_model(parser)
+    _add_sampling(parser)
+    parser.add_argument("--chat", action="store_true", help="each prompt is what a user says: use the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the system message says")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quiet", action="store_true", help="print the answers and nothing else")
+    form.add_argument("--json", action="store_true", help="print one JSON object a line for each prompt")
+
+
+def add_chat(commands: Commands) -> None:
+    """Add ``nanovllm chat``."""
+    parser = _command(commands, "chat", "talk with a model in the terminal")
+    _add_model(parser)
+    _add_sampling(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the system message says")
+    # A conversation wants longer answers than the API's 64 tokens, and small models ramble at temperature 1.
+    parser.set_defaults(max_tokens=512, temperature=0.6)
+
+
+def add_info(commands: Commands) -> None:
+    """Add ``nanovllm info``."""
+    parser = _command(commands, "info", "say what a model is and what fits beside it, without loading its weights")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    _add_engine(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_bench(commands: Commands) -> None:
+    """Add ``nanovllm bench``."""
+    parser = _command(commands, "bench", "time a batch of random prompts with lengths drawn evenly between two bounds")
+    _add_model(parser)
+    parser.add_argument("--num-requests", type=_positive, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--min-len",
+        type=_positive,
+        default=100,
+        metavar="N",
+        help="shortest prompt and output; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max-len",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="longest prompt and output; default: %(default)s",
+    )
+    parser.add_argument(
+        "--vocab",
+        type=_positive,
+        default=10_000,
+        metavar="N",
+        help="largest token id to draw; default: %(default)s",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload; default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.6, metavar="X", help="default: %(default)s")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+MODEL_HELP = "a folder, a .gguf file, a built-in name or a hub name like owner/name; default: %(default)s"
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the user said about the engine, as keyword arguments of ``LLM``."""
+    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
+    return given | dict(args.options)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the user said about sampling, as keyword arguments of ``SamplingParams``."""
+    return {name: value for name in [*SAMPLING, "stop"] if (value := getattr(args, name)) is not None}
+
+
+def _command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
+    )
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", "-m", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    for name, kind in ENGINE.items():
+        group.add_argument(_flag(name), type=kind, metavar=_letter(kind))
+    group.add_argument(
+        "-o", dest="options", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        help="any option of LLM(model, ...); the value is read as JSON where it is JSON, else as text",
+    )  # fmt: skip
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, kind in SAMPLING.items():
+        group.add_argument(_flag(name), type=kind, metavar=_letter(kind))
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end an answer before this text; may be repeated"
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _letter(kind: type) -> str:
+    return {int: "N", float: "X", str: "NAME"}[kind]
+
+
+def _positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Read ``name=value``. ``true``, ``null``, numbers and quoted text are JSON; ``cpu`` is text."""
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"{text!r} must look like name=value")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value

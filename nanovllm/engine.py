@@ -1,0 +1,219 @@
+"""The loop: decide, compute, settle.
+
+add_request --> Scheduler.schedule() --> ModelRunner.execute() --> Scheduler.update() --> RequestOutput
+                      decide                   compute                  settle
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.request import Request, Sampled, TextBuilder
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes a decided step."""
+
+    def execute(self, output: SchedulerOutput) -> Sequence[Sampled | None]:
+        """Return one entry for each span: the drawn token, or None where the span draws none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a request may ask for; every limit is checked in ``LLMEngine.add_request`` and nowhere else."""
+
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int = -1
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's end ids."""
+    seed: int = 0
+
+
+class LLMEngine:
+    """Requests in, outputs out, one step at a time. Not thread-safe.
+
+    ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token;
+    both None if only ids are wanted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: Limits,
+        *,
+        make_builder: Callable[[SamplingParams], TextBuilder] | None = None,
+        decode_token: Callable[[int], str] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.limits = limits
+        self._runner = runner
+        self._make_builder = make_builder
+        self._decode_token = decode_token
+        self._requests: dict[str, Request] = {}
+        self._ended: list[Request] = []  # ended by a decision, not yet given out
+        self._arrivals = count()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        request_id: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        stream: bool = False,
+    ) -> Request:
+        """Check a request and queue it. ``request_id=None`` draws an unused one.
+
+        Raises RequestError, with the engine unchanged, if the request can never be served.
+        """
+        params = params.clone()
+        tokens = list(prompt_token_ids)
+        self._check(tokens, params, priority)
+        arrival = next(self._arrivals)
+        request_id = str(arrival) if request_id is None else request_id
+        if request_id in self._requests:
+            raise RequestError(
+                f"request_id is {request_id!r}, which is in use; choose another, or None to have one drawn.",
+                parameter="request_id", value=request_id,
+            )  # fmt: skip
+        room = self.limits.max_model_len - len(tokens)
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=tokens,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
+            seed=derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed,
+            arrival=arrival,
+            priority=priority,
+            cache_salt=cache_salt,
+            builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
+            stream=stream,
+        )
+        self._requests[request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; return the requests that ended, and what is new of those that stream.
+
+        Raises EngineError if the computation fails: the requests of that step have then ended, and the engine
+        goes on with the others. On any other exception (Ctrl-C) the step is as if it had not begun.
+        """
+        output = self.scheduler.schedule()
+        self._ended += output.finished
+        try:
+            sampled = self._runner.execute(output) if output.spans else []
+        except Exception as error:
+            for span in output.spans:
+                self.abort(span.request.request_id)
+            raise EngineError(
+                f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
+                f"{len(output.spans)} requests have ended; others, and new ones, can go on."
+            ) from error
+        except BaseException:
+            self.scheduler.undo(output)
+            raise
+        finished, self._ended = self._ended + self.scheduler.update(output, sampled), []
+        for request in finished:
+            del self._requests[request.request_id]
+        streaming = [s.request for s in output.spans if s.samples and s.request.stream and not s.request.is_finished]
+        return [self._output(request) for request in finished + streaming]
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; None if it is unknown or has ended already."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.scheduler.abort(request)
+        return self._output(request)
+
+    def _check(self, tokens: list[int], params: SamplingParams, priority: object) -> None:
+        limits, blocks = self.limits, self.scheduler.blocks
+        if not tokens:
+            _refuse("prompt", "", "has no tokens; give at least one, such as the BOS token")
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+                _refuse("prompt_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
+        if len(tokens) >= limits.max_model_len:
+            _refuse("prompt", f"{len(tokens)} tokens long", "must leave room for one token of output in "
+                    f"max_model_len={limits.max_model_len}; shorten it, or raise max_model_len")  # fmt: skip
+        if blocks.blocks_for(len(tokens)) > blocks.num_blocks:
+            _refuse("prompt", f"{len(tokens)} tokens long", f"must fit the cache of {blocks.num_blocks} blocks of "
+                    f"{blocks.block_size} tokens; shorten it, or give the cache more memory")  # fmt: skip
+        for token in params.stop_token_ids or ():
+            if token >= limits.vocab_size:
+                _refuse("stop_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
+        if params.logprobs is not None and 0 <= limits.max_logprobs < params.logprobs:
+            _refuse("logprobs", params.logprobs, f"must not exceed max_logprobs={limits.max_logprobs}")
+        if params.stop_strings and self._make_builder is None:
+            _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            _refuse("priority", priority, "must be an integer; smaller goes first")
+
+    def _output(self, request: Request) -> RequestOutput:
+        """Build what the caller gets; for a streaming request only what is new since the last time."""
+        text = "" if request.builder is None else request.builder.since(request.num_sent_chars)
+        tokens = request.token_ids[len(request.prompt_token_ids) + request.num_sent_tokens :]
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = [self._decoded(entry) for entry in request.logprobs[request.num_sent_tokens :]]
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=tokens,
+            cumulative_logprob=_total(request) if logprobs is not None else None,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        if request.stream:
+            request.num_sent_tokens = request.num_output_tokens
+            request.num_sent_chars += len(text)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self._decode_token is None:
+            return logprobs
+        return {id_: replace(entry, decoded_token=self._decode_token(id_)) for id_, entry in logprobs.items()}
+
+
+def derive_seed(seed: int, arrival: int) -> int:
+    """Mix the engine's seed and a request's number into a seed of 63 bits (the finaliser of SplitMix64)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + arrival + 1) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ (mixed >> 29)) % 2**63
+
+
+def _total(request: Request) -> float:
+    """Sum the log-probabilities of the drawn tokens; the drawn one is the first of each dict."""
+    return sum(next(iter(entry.values())).logprob for entry in request.logprobs)
+
+
+def _refuse(name: str, value: object, rule: str) -> None:
+    raise RequestError(f"{name} is {value!r}; it {rule}.", parameter=name, value=value)

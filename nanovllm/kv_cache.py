@@ -1,0 +1,53 @@
+"""The tensors that hold keys and values, and how many bytes they weigh."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanovllm.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of every layer, cut into blocks that requests hold through their block tables."""
+
+    data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"]
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVCache":
+        """Allocate zeros, so that a place which is masked out adds 0 * 0 and never 0 * NaN.
+
+        On a CPU the memory comes from calloc, whose pages are mapped when they are first written: a cache of
+        gigabytes costs nothing until it is used. ``torch.zeros`` writes every page.
+        """
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        if device.type == "cpu":
+            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+            return cls(torch.from_numpy(memory).view(dtype).view(shape))
+        return cls(torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.data.shape[3]
+
+    def layer(
+        self, layer: int
+    ) -> tuple[
+        Float[Tensor, "blocks block_size kv_heads head_dim"],
+        Float[Tensor, "blocks block_size kv_heads head_dim"],
+    ]:
+        """Return the keys and the values of one layer, as views."""
+        keys, values = self.data[layer]
+        return keys, values
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What one token weighs in the cache, over all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,61 @@
+"""Self-attention over the paged cache."""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.config import ModelConfig
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import Angles
+from nanovllm.ops.rotary import rotate
+from nanovllm.ops.store_kvcache import store_kvcache
+
+
+class Attention(nn.Module):
+    """Write this step's keys and values to the cache, then attend over all of each request.
+
+    ``qk_norm`` normalises each query and key head before the rotation (Qwen3, Gemma 3). ``scale`` multiplies the
+    scores; None: 1 / sqrt(head_dim).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.window = config.windows[layer]
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
+        self.o_proj = Linear(query, config.hidden_size, bias=output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if qk_norm else None
+
+    def forward(
+        self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
+    ) -> Float[Tensor, "tokens width"]:
+        """Return what attention adds to each token."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rotate(self.q_norm(qk[:, : self.heads]), *angles)
+            k = rotate(self.k_norm(qk[:, self.heads :]), *angles)
+        else:
+            qk = rotate(qk, *angles)
+            q, k = qk[:, : self.heads], qk[:, self.heads :]
+        keys, values = cache.layer(self.layer)
+        store_kvcache(k, v, keys.flatten(0, 1), values.flatten(0, 1), batch.slot_mapping)
+        out = batch.attend(q, keys, values, batch.plan, self.scale, self.window)
+        added: Tensor = self.o_proj(out.flatten(1))
+        return added

@@ -1,0 +1,326 @@
+"""The facade: prompts in, texts out. It mirrors vLLM's offline class ``LLM``."""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.build import Built, build, cache_blocks, plan
+from nanovllm.checkpoint import open_checkpoint
+from nanovllm.config import EngineConfig, configure_logging
+from nanovllm.engine import LLMEngine
+from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.kv_cache import bytes_per_token
+from nanovllm.outputs import RequestOutput
+from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
+from nanovllm.request import Request
+from nanovllm.sampling_params import NOT_YET, SamplingParams
+from nanovllm.tokenizer import Message, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class CachedPrefix:
+    """A prefix whose blocks stay in the cache until ``unpin``, or until the ``with`` block ends."""
+
+    def __init__(self, blocks: BlockManager, block_ids: list[int]) -> None:
+        self._blocks = blocks
+        self._block_ids = block_ids
+        self.num_tokens = len(block_ids) * blocks.block_size
+        """Tokens pinned: whole blocks only."""
+
+    def unpin(self) -> None:
+        """Let the blocks be evicted again. A second call does nothing."""
+        self._blocks.unpin(self._block_ids)
+        self._block_ids = []
+
+    def __enter__(self) -> "CachedPrefix":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.unpin()
+
+
+class LLM:
+    """A model ready to answer. ``options`` are the fields of ``EngineConfig``, in vLLM's names.
+
+    Several may live in one process. Memory goes back with ``close()``, at the end of a ``with`` block, or when
+    the last reference goes. Not thread-safe.
+
+    Errors: UnknownOptionError, ConfigError and CheckpointError here; RequestError from ``generate`` and its kind,
+    with nothing computed and the engine as it was; EngineError if a step fails.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        configure_logging()
+        self.config = EngineConfig.from_options(model, options)
+        self._built: Built | None = build(self.config)
+        self._mail: dict[str, deque[RequestOutput]] = {}  # outputs of requests that somebody waits for
+
+    def close(self) -> None:
+        """Give back the memory of model and cache. Later calls raise EngineError; a second close does nothing."""
+        self._built = None
+        self._mail.clear()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self._built is None else f"{self._built.plan.model.architecture} on {self._built.plan.device}"
+        )
+        return f"<LLM {self.config.model!r}: {state}>"
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine below, for those who want to step it themselves."""
+        return self._alive().engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. Raises ConfigError if the engine was built without one."""
+        tokenizer = self._alive().tokenizer
+        if tokenizer is None:
+            raise ConfigError("this engine has no tokenizer (skip_tokenizer_init); give and take token ids.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json recommends, over our own defaults."""
+        if self.config.generation_config != "auto":
+            return SamplingParams()
+        names = {"max_new_tokens": "max_tokens"} | {
+            name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
+        found = {
+            names[name]: value
+            for name, value in self._alive().generation_config.items()
+            if name in names and value is not None
+        }
+        for name in [name for name in found if found[name] != NOT_YET.get(name, found[name])]:
+            logger.warning("%s=%r from generation_config.json is not supported yet and left out", name, found.pop(name))
+        return SamplingParams(**found)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
+
+        A prompt is a str, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``. One
+        ``SamplingParams`` serves all prompts; a list has one for each. ``priority``: smaller goes first, under
+        ``scheduling_policy="priority"``.
+
+        Raises RequestError before anything is computed if some prompt can never be served; ``.value`` then names
+        its place in the list. On any exception, Ctrl-C included, the requests of this call are aborted.
+        """
+        listed = as_list(prompts)
+        requests = self._add(listed, sampling_params, priority, stream=False)
+        return self._finish(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many (a list of lists), through the chat template.
+
+        ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
+        ``chat_template_kwargs``.
+        """
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        prompts = [self._render(conversation, template) for conversation in conversations]
+        requests = self._add(prompts, sampling_params, priority, stream=False)
+        return self._finish(requests, use_tqdm)
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield each prompt's new text and tokens after every step, until all have finished.
+
+        ``request_id`` tells the prompts apart: it is the prompt's place in the list. Closing the iterator aborts
+        what has not finished.
+        """
+        return self._stream(self._add(as_list(prompts), sampling_params, None, stream=True))
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+    ) -> Generator[RequestOutput, None, None]:
+        """Answer one conversation as ``stream`` does."""
+        return self._stream(self._add([self._render(messages, template)], sampling_params, None, stream=True))
+
+    def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
+        """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
+        if not self.config.enable_prefix_caching:
+            raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
+        requests = self._add([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, stream=False)
+        self._finish(requests, use_tqdm=False)
+        blocks = self.llm_engine.scheduler.blocks
+        return CachedPrefix(blocks, blocks.pin(requests[0]))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
+        return self.llm_engine.scheduler.blocks.reset_prefix_cache()
+
+    def _alive(self) -> Built:
+        if self._built is None:
+            raise EngineError("this LLM has been closed; make a new one.")
+        return self._built
+
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> TokensPrompt:
+        """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
+        options = dict(options)
+        variables = options.pop("chat_template_kwargs", None) or {}
+        unknown = set(options) - {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+        if unknown:
+            name = sorted(unknown)[0]
+            raise RequestError(
+                f"chat has no option {name!r}; a template's own variables go into chat_template_kwargs.",
+                parameter=name,
+            )
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **options, **variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _add(
+        self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None, *, stream: bool
+    ) -> list[Request]:
+        """Check and queue the prompts of one call; if one is refused, none is queued."""
+        number = len(prompts)
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = one_each("sampling_params", params, number, SamplingParams)
+        order = one_each("priority", 0 if priority is None else priority, number, int)
+        engine = self.llm_engine
+        added: list[Request] = []
+        try:
+            for place, (text, tokens, salt) in enumerate(self._encode(prompts)):
+                try:
+                    request = engine.add_request(
+                        None,
+                        tokens,
+                        each[place],
+                        prompt=text,
+                        priority=order[place],
+                        cache_salt=salt,
+                        stream=stream,
+                    )
+                except RequestError as error:
+                    where = f"prompt {place} of {number}: " if number > 1 else ""
+                    raise RequestError(f"{where}{error}", parameter=error.parameter, value=error.value) from error
+                added.append(request)
+                self._mail[request.request_id] = deque()
+        except BaseException:
+            self._abort(added)
+            raise
+        return added
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, Sequence[int], str]]:
+        """Return (text, token ids, cache salt) of each prompt; texts are encoded together."""
+        parsed = [parse(prompt) for prompt in prompts]
+        texts = [text for text, tokens, _ in parsed if tokens is None and text is not None]
+        encoded = iter(self.get_tokenizer().encode_batch(texts) if texts else ())
+        return [(text, next(encoded) if tokens is None else tokens, salt) for text, tokens, salt in parsed]
+
+    def _finish(self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        """Step until these requests have finished."""
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
+        finished: dict[str, RequestOutput] = {}
+        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        try:
+            pending = [request for request in requests]
+            while pending:
+                self._step()
+                still: list[Request] = []
+                for request in pending:
+                    if not self._mail[request.request_id]:
+                        still.append(request)
+                        continue
+                    output = self._mail[request.request_id].popleft()
+                    finished[request.request_id] = output
+                    prompt_tokens += len(output.prompt_token_ids)
+                    output_tokens += len(output.token_ids)
+                    seconds = time.perf_counter() - started
+                    bar.set_postfix_str(
+                        f"input: {prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s",
+                        refresh=False,
+                    )
+                    bar.update(1)
+                pending = still
+        finally:
+            bar.close()
+            self._abort(requests)
+        return [finished[request.request_id] for request in requests]
+
+    def _stream(self, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
+        places = {request.request_id: str(place) for place, request in enumerate(requests)}
+        pending = set(places)
+        try:
+            while pending:
+                if not any(self._mail[request_id] for request_id in pending):
+                    self._step()
+                for request_id in sorted(pending, key=int):
+                    while self._mail[request_id]:
+                        output = self._mail[request_id].popleft()
+                        if output.finished:
+                            pending.discard(request_id)
+                        output.request_id = places[request_id]
+                        yield output
+        finally:
+            self._abort(requests)
+
+    def _step(self) -> None:
+        """Compute one step and put each output where its call will look for it."""
+        engine = self.llm_engine
+        if not engine.has_unfinished_requests:
+            raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
+        for output in engine.step():
+            box = self._mail.get(output.request_id)
+            if box is not None:
+                box.append(output)
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """End what has not ended, and forget the mail of all."""
+        for request in requests:
+            if self._built is not None:
+                self._built.engine.abort(request.request_id)
+            self._mail.pop(request.request_id, None)
+
+
+def describe(model: str | os.PathLike[str], **options: Any) -> dict[str, object]:
+    """Return the facts of a model under these options without loading its weights."""
+    config = EngineConfig.from_options(model, options)
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, download_dir=config.download_dir, token=config.hf_token
+    )
+    facts = plan(config, checkpoint)
+    return {
+        "model": config.model,
+        "architecture": facts.model.architecture,
+        "parameters": facts.num_parameters,
+        "weight_bytes": facts.num_parameters * facts.dtype.itemsize,
+        "dtype": str(facts.dtype).removeprefix("torch."),
+        "device": str(facts.device),
+        "max_model_len": facts.max_model_len,
+        "block_size": facts.block_size,
+        "bytes_per_token": bytes_per_token(facts.model, facts.dtype),
+        "cache_tokens": cache_blocks(config, facts, loaded=False) * facts.block_size,
+    }

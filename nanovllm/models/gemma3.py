@@ -1,0 +1,110 @@
+"""Gemma 3 text models (arXiv 2503.19786).
+
+Against Llama: embeddings scaled by sqrt(width), norms before and after each block, weights of norms stored as their
+distance from 1, normalised query and key heads, and layers that see a sliding window and rotate with a base of
+their own.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import Head
+from nanovllm.layers.mlp import MLP
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import Angles, Rotary
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each between two norms."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        scale = config.raw.get("query_pre_attn_scalar", 256) ** -0.5
+        bias = config.attention_bias
+        self.self_attn = Attention(config, layer, qkv_bias=bias, output_bias=bias, qk_norm=True, scale=scale)
+        self.mlp = MLP(config)
+        width, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.pre_feedforward_layernorm = RMSNorm(width, eps)
+        self.post_feedforward_layernorm = RMSNorm(width, eps)
+
+    def forward(
+        self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
+    ) -> Float[Tensor, "tokens width"]:
+        """Return the residual after both blocks."""
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, cache, batch))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x
+
+
+class Decoder(nn.Module):
+    """Scaled embedding, layers of two kinds, final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.windows = config.windows
+
+    def forward(
+        self, angles: Angles, sliding_angles: Angles, cache: KVCache, batch: Batch
+    ) -> Float[Tensor, "tokens width"]:
+        """Return the normalised hidden state of each token of the step."""
+        x = self.embed_tokens(batch.token_ids)
+        x = x * torch.tensor(x.shape[1] ** 0.5, dtype=x.dtype)  # rounded to the model's type first, as in training
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            x = layer(x, angles if window is None else sliding_angles, cache, batch)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+
+class Gemma3(nn.Module):
+    """The whole model."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__()
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config.raw.get(name) is not None:
+                raise CheckpointError(f"{name} is {config.raw[name]!r}; Gemma 3 is built without it, as published.")
+        self.model = Decoder(config)
+        tied = config.raw.get("tie_word_embeddings", True)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, self.model.embed_tokens if tied else None)
+        local = RopeConfig(theta=_local_base(config), settings={})
+        self.rotaries = [
+            Rotary(rope, config.head_dim, config.max_position_embeddings, max_model_len)
+            for rope in (config.rope, local)
+        ]
+
+    def prepare(self) -> None:
+        """Turn the stored distances from 1 into scales; called once, after loading."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.data += 1.0
+
+    def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "tokens width"]:
+        """Compute a step: write its keys and values to the cache, return the hidden states."""
+        dtype = self.model.norm.weight.dtype
+        angles, sliding = (rotary.angles(batch.positions, dtype) for rotary in self.rotaries)
+        hidden: Tensor = self.model(angles, sliding, cache, batch)
+        return hidden
+
+    def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Score every token of the vocabulary as the next one; at least float32."""
+        scores: Tensor = self.lm_head(hidden)
+        return scores if scores.dtype is torch.float64 else scores.float()
+
+
+def _local_base(config: ModelConfig) -> float:
+    """The rotation base of sliding layers: ``rope_local_base_freq``, or transformers 5's nested spelling."""
+    nested = config.raw.get("rope_parameters") or {}
+    sliding = nested.get("sliding_attention") or {}
+    return float(sliding.get("rope_theta") or config.raw.get("rope_local_base_freq") or 10_000.0)

@@ -1,0 +1,141 @@
+"""One prompt, and what has been made of it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from nanovllm.outputs import Logprob
+from nanovllm.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """WAITING -> RUNNING -> FINISHED; a preempted request goes back from RUNNING to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TextBuilder(Protocol):
+    """Turns a request's tokens into text, one by one, and watches for its stop strings."""
+
+    def since(self, start: int) -> str:
+        """Return the text from character ``start`` on, as far as no later token can change or cut it."""
+
+    def push(self, token_id: int, *, may_stop: bool) -> str | None:
+        """Add a token; return the stop string that the text now holds, if ``may_stop`` and there is one."""
+
+    def finish(self) -> None:
+        """No more tokens come: give out what was held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the model runner drew for one request."""
+
+    token_id: int
+    logprobs: dict[int, Logprob] | None = None
+    """The drawn token first, then the best ones, if the request asked for them."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One prompt and what has been computed of it. Only the scheduler and its block manager write here.
+
+        token_ids   [ p p p p p p | o o o ]      p: prompt, o: output
+        computed    [ # # # # # # # # . ]        #: keys and values are in the cache
+        block_ids   [ 7     | 2     | 9     ]    block 7 holds tokens [0, 4) at block size 4, and so on
+
+    Invariant: 0 <= num_computed_tokens <= len(token_ids) <= len(block_ids) * block size, the last one while
+    it runs. A step that brings num_computed_tokens up to len(token_ids) yields the next token.
+    """
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """``params.max_tokens``, cut to what the context holds."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's own end ids; empty if the request ignores them."""
+    seed: int = 0
+    """The request's own seed, or one drawn for it."""
+    arrival: int
+    """Running number: the order in which requests came."""
+    priority: int = 0
+    cache_salt: str = ""
+    """Requests share cached blocks only with requests of the same salt."""
+    builder: TextBuilder | None = None
+    stream: bool = False
+    """Give out what is new after each step, instead of everything at the end."""
+
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    """Chained digest of each full block of ``token_ids``, as far as they were needed."""
+    num_committed_blocks: int = 0
+    """Leading blocks that the prefix index knows, or that are equal to blocks it knows."""
+    chain_parent: int | str = ""
+    """What the block after the committed ones continues; see ``Block.parent``."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    num_sent_tokens: int = 0
+    num_sent_chars: int = 0
+    """How much of the output a streaming request has given out."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.chain_parent = self.cache_salt
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens, as a new list."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be computed of it."""
+        return self.status is Status.FINISHED
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Ids that must not be drawn now: those that would end it before ``min_tokens``."""
+        if self.num_output_tokens >= self.params.min_tokens:
+            return frozenset()
+        return self.eos_token_ids.union(self.params.stop_token_ids or ())
+
+    def append(self, sampled: Sampled) -> None:
+        """Add a drawn token and decide whether it ends the request (``finish_reason`` is then set).
+
+        End ids come before length, as in vLLM; a stop string completed by the last token allowed counts as a
+        stop. A token that ends the request by its id adds nothing to the text.
+        """
+        token = sampled.token_id
+        self.token_ids.append(token)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+        may_stop = self.num_output_tokens >= self.params.min_tokens
+        if token in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif may_stop and token in (self.params.stop_token_ids or ()):
+            self.finish_reason, self.stop_reason = "stop", token
+        elif self.builder is not None and (found := self.builder.push(token, may_stop=may_stop)) is not None:
+            self.finish_reason, self.stop_reason = "stop", found
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish_reason = "length"

@@ -1,0 +1,183 @@
+"""What is computed next: which tokens of which requests, and who has to make room.
+
+There are no phases. A request has tokens and a count of those computed; each step hands out a budget of tokens:
+first to running requests that need one token (decode), then to running ones that need more (the rest of a
+chunked prefill), then to waiting ones. A decode therefore never waits behind a long prompt.
+
+To change this file: a decision reads requests and block counts only, never the value of a token that is still
+being computed; and it is a value (SchedulerOutput), so it can be logged, sent and tested without a model.
+"""
+
+import logging
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.request import Request, Sampled, Status
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[start, stop)`` of one request, to be computed in one step."""
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+    """Whether the next token is drawn after it: it reaches the end of what is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, decided. A value; nothing here acts."""
+
+    spans: tuple[Span, ...]
+    preempted: tuple[Request, ...] = ()
+    """Lost their blocks, and wait again; they are computed anew, as far as the prefix cache does not help."""
+    finished: tuple[Request, ...] = ()
+    """Ended by the decision: no pool of blocks would let them go on."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(span.stop - span.start for span in self.spans)
+
+
+class Scheduler:
+    """Keeps the waiting queue and the running set, both in order of (priority, arrival).
+
+    ``max_num_seqs`` bounds the running set, ``max_num_batched_tokens`` the tokens of a step. No more requests
+    run than there are tokens in the budget, so each running request gains at least one token in every step.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs"
+    ) -> None:
+        self.blocks = blocks
+        self.max_running = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._by_priority = policy == "priority"
+
+    def add(self, request: Request) -> None:
+        """Queue a request behind those of its priority that came before it."""
+        insort(self.waiting, request, key=self._order)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide one step. Requests' ``num_computed_tokens`` already count it; see ``undo``."""
+        spans: list[Span] = []
+        preempted: list[Request] = []
+        finished: list[Request] = []
+        budget = self.max_num_batched_tokens
+
+        # Only decodes need new blocks (admission takes a prompt's), so a victim, the last in order, is never
+        # one that this step has already given a span.
+        for request in sorted(self.running, key=lambda running: _remaining(running) > 1):
+            if budget and request.status is Status.RUNNING:
+                size = min(_remaining(request), budget)
+                if self._make_room(request, request.num_computed_tokens + size, preempted, finished):
+                    spans.append(_span(request, size))
+                    budget -= size
+
+        while budget and self.waiting and len(self.running) < self.max_running and not preempted:
+            request = self.waiting[0]
+            # one block for each running request: so many can cross a block boundary before anyone is preempted
+            if not self.blocks.admit(request, reserve=len(self.running)):
+                if self.running:
+                    break
+                finished.append(self._end(request, "length"))
+                continue
+            del self.waiting[0]
+            request.status = Status.RUNNING
+            insort(self.running, request, key=self._order)
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+            size = min(_remaining(request), budget)
+            spans.append(_span(request, size))
+            budget -= size
+
+        output = SchedulerOutput(tuple(spans), tuple(preempted), tuple(finished))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("step: %s", describe(output, waiting=len(self.waiting)))
+        return output
+
+    def update(self, output: SchedulerOutput, sampled: Sequence[Sampled | None]) -> list[Request]:
+        """Book a computed step: append the drawn tokens, end what is done. Returns the requests that this ends.
+
+        ``sampled`` has one entry for each span, None where ``span.samples`` was False.
+        """
+        finished: list[Request] = []
+        for span, token in zip(output.spans, sampled, strict=True):
+            request = span.request
+            if request.is_finished:  # aborted while the step ran
+                continue
+            self.blocks.commit(request)
+            if token is not None:
+                request.append(token)
+                if request.finish_reason is not None:
+                    finished.append(self._end(request, request.finish_reason))
+        return finished
+
+    def undo(self, output: SchedulerOutput) -> None:
+        """Take back a decision whose step was not computed, so that it can be made again."""
+        for span in output.spans:
+            if not span.request.is_finished:
+                span.request.num_computed_tokens = span.start
+
+    def abort(self, request: Request) -> None:
+        """End a request at once and take its blocks; nothing happens if it has ended already."""
+        if not request.is_finished:
+            self._end(request, "abort")
+
+    def _make_room(self, request: Request, num_tokens: int, preempted: list[Request], finished: list[Request]) -> bool:
+        """Let ``request`` grow to ``num_tokens``, preempting from the end of the order; False if it had to go."""
+        while not self.blocks.grow(request, num_tokens):
+            if self.running == [request]:
+                finished.append(self._end(request, "length"))  # the whole pool is its own: nothing more will come
+                return False
+            victim = self.running.pop()
+            self.blocks.free(victim)
+            victim.status = Status.WAITING
+            victim.num_preemptions += 1
+            self.num_preemptions += 1
+            insort(self.waiting, victim, key=self._order)
+            preempted.append(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _end(self, request: Request, reason: str) -> Request:
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self.blocks.free(request)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        if request.builder is not None:
+            request.builder.finish()
+        logger.debug("request %s ends: %s", request.request_id, reason)
+        return request
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self._by_priority else 0, request.arrival)
+
+
+def _remaining(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens
+
+
+def _span(request: Request, size: int) -> Span:
+    start = request.num_computed_tokens
+    request.num_computed_tokens = start + size
+    return Span(request, start, start + size, samples=start + size == request.num_tokens)
+
+
+def describe(output: SchedulerOutput, *, waiting: int) -> str:
+    """Say a decision in one line: ``3[0:64) 1[12:13)* preempted 4, waiting 2``; * draws a token."""
+    parts = [f"{s.request.request_id}[{s.start}:{s.stop}){'*' if s.samples else ''}" for s in output.spans]
+    parts += [f"preempted {request.request_id}" for request in output.preempted]
+    parts += [f"ended {request.request_id}" for request in output.finished]
+    return " ".join([*parts, f"waiting {waiting}"])
