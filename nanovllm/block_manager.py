@@ -196,7 +196,7 @@ class BlockManager:
         """Return the digest of the request's block at ``place``; each is computed once in a request's life."""
         digests = request.digests
         while len(digests) <= place:
-            parent = digests[-1] if digests else self._hash(request.cache_salt.encode())
+            parent = digests[-1] if digests else self._hash(request.cache_salt.encode("utf-8", "surrogatepass"))
             digests.append(self._hash(parent + array("i", self._tokens(request, len(digests))).tobytes()))
         return digests[place]
 

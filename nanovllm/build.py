@@ -40,12 +40,14 @@ class Plan:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    """What is computed in, and what the cache holds."""
+    storage: torch.dtype
+    """What matrices are held in: ``dtype``, or float16 on a CPU."""
     max_model_len: int
     max_num_batched_tokens: int
     block_size: int
     backend: Any
     """The attention backend's module."""
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,17 @@ def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
     """Work out sizes and types. Raises ConfigError and CheckpointError."""
     model = ModelConfig.from_dict(checkpoint.config)
     device = _device(config.device)
+    dtype, storage = _dtypes(config.dtype, model.dtype, device)
     backend = find_backend(config.attention_backend, device.type)
-    with torch.device("meta"):
-        shell = find_model(model.architecture)(model, 1)
     return Plan(
         model=model,
         device=device,
-        dtype=_dtype(config.dtype, model.dtype, device),
+        dtype=dtype,
+        storage=storage,
         max_model_len=_max_model_len(config.max_model_len, model),
         max_num_batched_tokens=config.max_num_batched_tokens or STEP_TOKENS.get(device.type, STEP_TOKENS["cpu"]),
         block_size=config.block_size or backend.PREFERRED_BLOCK_SIZE,
         backend=backend,
-        num_parameters=sum(parameter.numel() for parameter in shell.parameters()),
     )
 
 
@@ -86,9 +87,10 @@ def build(config: EngineConfig) -> Built:
     tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
     model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
     if config.load_format == "dummy":
-        draw_weights(model, config.seed)
+        draw_weights(model, facts.device, facts.storage, config.seed)
     else:
-        load_weights(model, checkpoint.tensors(), progress=config.use_tqdm_on_load)
+        tensors = checkpoint.tensors()
+        load_weights(model, tensors, facts.device, facts.storage, progress=config.use_tqdm_on_load)
     num_blocks = cache_blocks(config, facts)
     cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.dtype, facts.device)
     logger.info(
@@ -118,15 +120,21 @@ def build(config: EngineConfig) -> Built:
     return Built(engine, tokenizer, facts, checkpoint.generation_config)
 
 
-def cache_blocks(config: EngineConfig, facts: Plan, *, loaded: bool = True) -> int:
-    """How many blocks the cache gets; ``loaded`` says whether the weights are in memory already."""
+def count_parameters(model: ModelConfig) -> int:
+    """How many numbers the model's weights are; a tied head counts once."""
+    with torch.device("meta"):
+        shell = find_model(model.architecture)(model, model.max_position_embeddings)
+    return sum(parameter.numel() for parameter in shell.parameters())
+
+
+def cache_blocks(config: EngineConfig, facts: Plan, *, still_to_load: int = 0) -> int:
+    """How many blocks the cache gets. ``still_to_load``: bytes of weights that are not in memory yet."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     block_bytes = bytes_per_token(facts.model, facts.dtype) * facts.block_size
     spare = config.kv_cache_memory_bytes
     if spare is None:
-        weights = 0 if loaded else facts.num_parameters * facts.dtype.itemsize
-        spare = _spare_bytes(config, facts) - weights
+        spare = _spare_bytes(config, facts) - still_to_load
     most = config.max_num_seqs * -(-facts.max_model_len // facts.block_size)  # more could never be used
     blocks = min(spare // block_bytes, most)
     if blocks < 1:
@@ -171,26 +179,29 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(wanted: str, stored: str | None, device: torch.device) -> torch.dtype:
-    if wanted != "auto":
-        found: torch.dtype = getattr(torch, DTYPES[wanted])
-        return found
-    if device.type == "cpu":
-        return torch.bfloat16 if stored == "bfloat16" and _cpu_has_bfloat16() else torch.float32
-    return torch.float16 if stored == "float16" else torch.bfloat16
+def _dtypes(wanted: str, stored: str | None, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Return what to compute in and what to hold matrices in.
 
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies in bfloat16; without that it is slower than float32."""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check is not None and check() for check in checks)
+    On a CPU "auto" gives float32's answers: it computes in float32, and holds matrices in float16 unless the
+    checkpoint has more than 16 bits a weight to lose. "float16" asks for the same, for CPUs have no arithmetic in it.
+    """
+    cpu = device.type == "cpu"
+    if wanted == "auto" and not cpu:
+        wanted = "float16" if stored == "float16" else "bfloat16"
+    if cpu and (wanted == "auto" or DTYPES[wanted] == "float16"):
+        return torch.float32, torch.float32 if wanted == "auto" and stored == "float32" else torch.float16
+    dtype: torch.dtype = getattr(torch, DTYPES[wanted])
+    return dtype, dtype
 
 
 def _max_model_len(wanted: int | None, model: ModelConfig) -> int:
     """The model's limit, stretched where its rope scaling says so; or what the user wants, within that."""
     factor = model.rope.settings.get("factor", 1.0) if model.rope.kind in ("linear", "dynamic", "yarn") else 1.0
     trained = model.rope.settings.get("original_max_position_embeddings") or model.max_position_embeddings
-    limit = max(model.max_position_embeddings, int(trained * factor))
+    try:
+        limit = max(model.max_position_embeddings, int(trained * float(factor)))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"rope_scaling is {dict(model.rope.settings)}; its numbers are none: {error}.") from error
     if wanted is not None and wanted > limit:
         raise ConfigError(
             f"max_model_len is {wanted}; this model's positions end at {limit}. Use that or less.",

@@ -6,6 +6,7 @@ other formats plug in through ``FORMATS`` by file suffix. Nothing here runs code
 """
 
 import json
+import zipfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -155,14 +156,14 @@ class FolderCheckpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map, the table from tensor names to files.")
-        names = dict.fromkeys(weight_map.values())
+        names = list(weight_map.values())
         for name in names:
             plain = isinstance(name, str) and Path(name).name == name and name.endswith((".safetensors", ".bin"))
             if not plain or not (self._folder / name).is_file():
                 raise CheckpointError(
                     f"{index} names the shard {name!r}; it must be the plain name of a file in the same folder."
                 )
-        return [self._folder / name for name in names]
+        return [self._folder / name for name in dict.fromkeys(names)]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -193,9 +194,12 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _pytorch(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Read a pickled state dict with weights_only: tensors and nothing else."""
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # files from before torch 1.6 are no zip archives and cannot be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read as plain weights: {error}.") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
         raise CheckpointError(f"{path} must hold a dict from names to tensors.")
     yield from tensors.items()

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.errors import CheckpointError, ConfigError, nearest, unknown_option
 
@@ -26,6 +26,19 @@ IGNORED = {
 }
 """Options of vLLM that are accepted, with a warning when they ask for something, because scripts carry them."""
 
+CHOICES = {
+    "dtype": ("auto", *DTYPES),
+    "load_format": ("auto", "dummy"),
+    "scheduling_policy": ("fcfs", "priority"),
+    "generation_config": ("auto", "vllm"),
+}
+LEAST = dict.fromkeys(
+    ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
+     "block_size"), 1
+) | {"max_logprobs": -1}  # fmt: skip
+NOT_YET = {"tensor_parallel_size": 1, "compile": False, "quantization": None}
+"""Options that are known but not built: any value but this one is refused, not ignored."""
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -44,8 +57,8 @@ class EngineConfig:
     download_dir: str | None = None
     hf_token: str | None = None
     dtype: str = "auto"
-    """"auto": the checkpoint's type on a GPU; on a CPU float32, or bfloat16 for a bfloat16 checkpoint where the
-    processor computes in it."""
+    """"auto": on a GPU the checkpoint's type, bfloat16 for wider ones; on a CPU float32, with matrices held in
+    float16 unless the checkpoint has them in float32."""
     device: str = "auto"
     """"auto": a CUDA device if there is one, else the CPU."""
     load_format: str = "auto"
@@ -56,7 +69,7 @@ class EngineConfig:
     """Most requests computed in one step."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step, over all requests; None: the device's default."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: int | float = 0.9
     """Part of a GPU's memory the engine may fill, in (0, 1]."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for keys and values; None: what the device has to spare."""
@@ -87,22 +100,22 @@ class EngineConfig:
     use_tqdm_on_load: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            _refuse("dtype", self.dtype, f"must be 'auto' or one of {', '.join(DTYPES)}")
-        _choice("load_format", self.load_format, ("auto", "dummy"))
-        _choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _choice("generation_config", self.generation_config, ("auto", "vllm"))
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes",
-                     "num_gpu_blocks_override", "block_size"):  # fmt: skip
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        _at_least_one("max_num_seqs", self.max_num_seqs)
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if (isinstance(value, bool) and field.type is not bool) or not isinstance(value, cast(type, field.type)):
+                kind = getattr(field.type, "__name__", str(field.type))
+                _refuse(field.name, value, f"must be of type {kind}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                _refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                _refuse(name, value, f"must be a whole number of at least {least}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            share = self.gpu_memory_utilization
             _refuse("gpu_memory_utilization", share, "must lie in (0, 1]; 0.9 leaves room for other programs")
-        if isinstance(self.max_logprobs, bool) or not isinstance(self.max_logprobs, int) or self.max_logprobs < -1:
-            _refuse("max_logprobs", self.max_logprobs, "must be -1 (no limit), 0 or more")
-        for name, built in (("tensor_parallel_size", 1), ("compile", False), ("quantization", None)):
+        for name, built in NOT_YET.items():
             if getattr(self, name) != built:
                 _refuse(name, getattr(self, name), f"is not supported yet; leave it at {built!r}")
 
@@ -120,7 +133,8 @@ class EngineConfig:
             elif target not in known:
                 raise unknown_option("LLM", name, known | set(ALIASES))
             elif target in found:
-                raise ConfigError(f"{name} and {target} are one option; give one of them.", parameter=name)
+                given = sorted({other for other in options if ALIASES.get(other, other) == target})
+                raise ConfigError(f"{' and '.join(given)} are one option; give one of them.", parameter=name)
             else:
                 found[target] = _optional(target, value)
         return cls(model=os.fspath(model), **found)
@@ -192,7 +206,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=_count(raw, "head_dim", hidden // heads),
             max_position_embeddings=_count(raw, "max_position_embeddings", 2048),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            norm_eps=_real(raw, "rms_norm_eps", 1e-6),
             activation=raw.get("hidden_act") or raw.get("hidden_activation") or "silu",
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
@@ -208,7 +222,7 @@ class ModelConfig:
 def token_ids(value: object) -> tuple[int, ...]:
     """Read ``eos_token_id``, which may be missing, a number or a list of numbers."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and item >= 0 for item in values):
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values):
         raise CheckpointError(f"eos_token_id is {value!r}; it must be a token id or a list of token ids.")
     return tuple(values)
 
@@ -232,52 +246,57 @@ def configure_logging() -> None:
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     """Read both spellings: ``rope_theta`` + ``rope_scaling``, and transformers 5's ``rope_parameters``."""
-    settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"rope_scaling is {settings!r}; it must be an object or null.")
     settings = dict(settings.get("full_attention") or settings)  # Gemma 3 has one entry for each kind of layer
-    theta = settings.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
-    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
-    return RopeConfig(theta=float(theta), kind=kind, settings=settings)
+    theta = _real({"rope_theta": settings.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta", 10_000.0)
+    kinds = [settings.pop(name, None) for name in ("rope_type", "type")]
+    return RopeConfig(theta=theta, kind=kinds[0] or kinds[1] or "default", settings=settings)
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Which layers slide: ``layer_types`` if given; else Qwen2's switch and layer count; else all or none."""
     window = raw.get("sliding_window")
-    if window is None or raw.get("use_sliding_window") is False:
+    # Qwen has a switch, off unless it is given, and a number of first layers that see everything all the same
+    qwen = "use_sliding_window" in raw or str(raw.get("model_type")).startswith("qwen")
+    if window is None or not raw.get("use_sliding_window", not qwen):
         return (None,) * layers
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"sliding_window is {window!r}; it must be a number of tokens or null.")
     types = raw.get("layer_types")
     if types is not None:
-        if len(types) != layers:
-            raise CheckpointError(f"layer_types has {len(types)} entries for {layers} layers.")
+        if not isinstance(types, list) or len(types) != layers:
+            number = len(types) if isinstance(types, list) else repr(types)
+            raise CheckpointError(f"layer_types has {number} entries for {layers} layers.")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    full = raw.get("max_window_layers", layers) if "use_sliding_window" in raw else 0
+    if raw.get("sliding_window_pattern") is not None:  # Gemma 3 as it was published: every sixth layer sees everything
+        pattern = _count(raw, "sliding_window_pattern")
+        return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+    full = _count(raw, "max_window_layers", layers, least=0) if qwen else 0
     return tuple(None if layer < full else window for layer in range(layers))
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
     value = raw.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise CheckpointError(
-            f"config.json has {name}: {value!r}; it must be a whole number of at least 1.{nearest(name, raw)}"
+            f"config.json has {name}: {value!r}; it must be a whole number of at least {least}.{nearest(name, raw)}"
         )
     return value
 
 
+def _real(raw: Mapping[str, Any], name: str, default: float) -> float:
+    value = raw.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise CheckpointError(f"config.json has {name}: {value!r}; it must be a number above 0.")
+    return float(value)
+
+
 def _refuse(name: str, value: object, rule: str) -> None:
     raise ConfigError(f"{name} is {value!r}; it {rule}.", parameter=name, value=value)
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        _refuse(name, value, f"must be one of {', '.join(choices)}")
-
-
-def _at_least_one(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        _refuse(name, value, "must be a whole number of at least 1")
 
 
 def _optional(name: str, value: object) -> object:

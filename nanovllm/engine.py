@@ -85,14 +85,12 @@ class LLMEngine:
         """
         params = params.clone()
         tokens = list(prompt_token_ids)
-        self._check(tokens, params, priority)
+        self._check(tokens, params, priority, cache_salt)
+        if request_id is not None and (not isinstance(request_id, str) or request_id in self._requests):
+            _refuse("request_id", request_id, "must be a string that is not in use, or None to have one drawn")
         arrival = next(self._arrivals)
-        request_id = str(arrival) if request_id is None else request_id
-        if request_id in self._requests:
-            raise RequestError(
-                f"request_id is {request_id!r}, which is in use; choose another, or None to have one drawn.",
-                parameter="request_id", value=request_id,
-            )  # fmt: skip
+        if request_id is None:  # a caller's own names may be numbers too
+            request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         room = self.limits.max_model_len - len(tokens)
         request = Request(
             request_id=request_id,
@@ -143,10 +141,12 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
+        if request in self._ended:
+            self._ended.remove(request)
         self.scheduler.abort(request)
         return self._output(request)
 
-    def _check(self, tokens: list[int], params: SamplingParams, priority: object) -> None:
+    def _check(self, tokens: list[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
         limits, blocks = self.limits, self.scheduler.blocks
         if not tokens:
             _refuse("prompt", "", "has no tokens; give at least one, such as the BOS token")
@@ -168,6 +168,8 @@ class LLMEngine:
             _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
         if isinstance(priority, bool) or not isinstance(priority, int):
             _refuse("priority", priority, "must be an integer; smaller goes first")
+        if not isinstance(cache_salt, str):
+            _refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
 
     def _output(self, request: Request) -> RequestOutput:
         """Build what the caller gets; for a streaming request only what is new since the last time."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.build import Built, build, cache_blocks, plan
+from nanovllm.build import Built, build, cache_blocks, count_parameters, plan
 from nanovllm.checkpoint import open_checkpoint
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
@@ -62,7 +62,7 @@ class LLM:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
         self._built: Built | None = build(self.config)
-        self._mail: dict[str, deque[RequestOutput]] = {}  # outputs of requests that somebody waits for
+        self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
 
     def close(self) -> None:
         """Give back the memory of model and cache. Later calls raise EngineError; a second close does nothing."""
@@ -123,8 +123,9 @@ class LLM:
         ``SamplingParams`` serves all prompts; a list has one for each. ``priority``: smaller goes first, under
         ``scheduling_policy="priority"``.
 
-        Raises RequestError before anything is computed if some prompt can never be served; ``.value`` then names
-        its place in the list. On any exception, Ctrl-C included, the requests of this call are aborted.
+        Raises RequestError before anything is computed if some prompt can never be served, with its place in the
+        list; nothing of the call is queued then. On any exception, Ctrl-C included, the requests of this call are
+        aborted.
         """
         listed = as_list(prompts)
         requests = self._add(listed, sampling_params, priority, stream=False)
@@ -155,16 +156,16 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yield each prompt's new text and tokens after every step, until all have finished.
 
-        ``request_id`` tells the prompts apart: it is the prompt's place in the list. Closing the iterator aborts
-        what has not finished.
+        ``request_id`` tells the prompts apart: it is the prompt's place in the list. Work begins, and errors are
+        raised, when the first piece is asked for; closing the iterator aborts what has not finished.
         """
-        return self._stream(self._add(as_list(prompts), sampling_params, None, stream=True))
+        return self._stream(as_list(prompts), sampling_params)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation as ``stream`` does."""
-        return self._stream(self._add([self._render(messages, template)], sampling_params, None, stream=True))
+        return self._stream([self._render(messages, template)], sampling_params)
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
@@ -226,7 +227,6 @@ class LLM:
                     where = f"prompt {place} of {number}: " if number > 1 else ""
                     raise RequestError(f"{where}{error}", parameter=error.parameter, value=error.value) from error
                 added.append(request)
-                self._mail[request.request_id] = deque()
         except BaseException:
             self._abort(added)
             raise
@@ -246,63 +246,55 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
         try:
-            pending = [request for request in requests]
-            while pending:
-                self._step()
-                still: list[Request] = []
-                for request in pending:
-                    if not self._mail[request.request_id]:
-                        still.append(request)
-                        continue
-                    output = self._mail[request.request_id].popleft()
-                    finished[request.request_id] = output
+            while len(finished) < len(requests):
+                for output in self._step():
+                    finished[output.request_id] = output
                     prompt_tokens += len(output.prompt_token_ids)
                     output_tokens += len(output.token_ids)
                     seconds = time.perf_counter() - started
-                    bar.set_postfix_str(
-                        f"input: {prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s",
-                        refresh=False,
-                    )
+                    speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
+                    bar.set_postfix_str(f"input: {speed}", refresh=False)
                     bar.update(1)
-                pending = still
         finally:
             bar.close()
             self._abort(requests)
         return [finished[request.request_id] for request in requests]
 
-    def _stream(self, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
+    def _stream(self, prompts: Sequence[Prompt], params: Params) -> Generator[RequestOutput, None, None]:
+        """Queue the prompts when the first piece is asked for, so that an iterator never begun leaves nothing."""
+        requests = self._add(prompts, params, None, stream=True)
         places = {request.request_id: str(place) for place, request in enumerate(requests)}
-        pending = set(places)
+        mail = deque[RequestOutput]()
+        self._mail |= dict.fromkeys(places, mail)
+        pending = len(requests)
         try:
             while pending:
-                if not any(self._mail[request_id] for request_id in pending):
+                while not mail:
                     self._step()
-                for request_id in sorted(pending, key=int):
-                    while self._mail[request_id]:
-                        output = self._mail[request_id].popleft()
-                        if output.finished:
-                            pending.discard(request_id)
-                        output.request_id = places[request_id]
-                        yield output
+                output = mail.popleft()
+                pending -= output.finished
+                output.request_id = places[output.request_id]
+                yield output
         finally:
             self._abort(requests)
+            for request_id in places:
+                self._mail.pop(request_id, None)
 
-    def _step(self) -> None:
-        """Compute one step and put each output where its call will look for it."""
+    def _step(self) -> list[RequestOutput]:
+        """Compute one step; put what a stream waits for into its mail, return the rest."""
         engine = self.llm_engine
         if not engine.has_unfinished_requests:
             raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
+        rest: list[RequestOutput] = []
         for output in engine.step():
-            box = self._mail.get(output.request_id)
-            if box is not None:
-                box.append(output)
+            self._mail.get(output.request_id, rest).append(output)
+        return rest
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """End what has not ended, and forget the mail of all."""
-        for request in requests:
-            if self._built is not None:
+        """End what has not ended."""
+        if self._built is not None:
+            for request in requests:
                 self._built.engine.abort(request.request_id)
-            self._mail.pop(request.request_id, None)
 
 
 def describe(model: str | os.PathLike[str], **options: Any) -> dict[str, object]:
@@ -312,15 +304,18 @@ def describe(model: str | os.PathLike[str], **options: Any) -> dict[str, object]
         config.model, revision=config.revision, download_dir=config.download_dir, token=config.hf_token
     )
     facts = plan(config, checkpoint)
+    parameters = count_parameters(facts.model)
+    weight_bytes = parameters * facts.storage.itemsize
     return {
         "model": config.model,
         "architecture": facts.model.architecture,
-        "parameters": facts.num_parameters,
-        "weight_bytes": facts.num_parameters * facts.dtype.itemsize,
+        "parameters": parameters,
+        "weight_bytes": weight_bytes,
         "dtype": str(facts.dtype).removeprefix("torch."),
+        "weights_held_in": str(facts.storage).removeprefix("torch."),
         "device": str(facts.device),
         "max_model_len": facts.max_model_len,
         "block_size": facts.block_size,
         "bytes_per_token": bytes_per_token(facts.model, facts.dtype),
-        "cache_tokens": cache_blocks(config, facts, loaded=False) * facts.block_size,
+        "cache_tokens": cache_blocks(config, facts, still_to_load=weight_bytes) * facts.block_size,
     }

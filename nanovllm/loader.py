@@ -1,6 +1,12 @@
-"""Named tensors into parameters: each name is used exactly once, and each part of each parameter is written once."""
+"""Named tensors into parameters: each name is used exactly once, and each part of each parameter is written once.
 
+A model is built without memory (on torch's "meta" device). A parameter is allocated when its first part arrives, and
+a module is prepared when its last one has: so no more than one layer is ever held in two forms.
+"""
+
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,81 +22,133 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Buffers that old checkpoints carry and that are computed here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's tensor goes: rows ``[start, stop)`` of a module's parameter."""
+
+    module: nn.Module
+    kind: str
+    """``weight`` or ``bias``."""
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the tensor must have."""
+        return (self.stop - self.start, *getattr(self.module, self.kind).shape[1:])
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Return the rows, on ``device``; allocate the parameter if this is its first part."""
+        parameter = getattr(self.module, self.kind)
+        if parameter.is_meta:
+            parameter = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+            setattr(self.module, self.kind, parameter)
+        rows: Tensor = parameter.data[self.start : self.stop]
+        return rows
+
+
 def build_model(config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Build a model with parameters allocated but not written."""
+    """Build a model whose parameters have a shape and a type but no memory yet."""
     with torch.device("meta"):
         model = find_model(config.architecture)(config, max_model_len)
-    model.to(dtype).to_empty(device=device)
+    model.to(dtype)
     for rotary in model.rotaries:
         rotary.to(device)
     return model
 
 
-def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, progress: bool = False) -> None:
-    """Write a checkpoint's tensors into the model and make it ready to run.
+def load_weights(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    storage: torch.dtype,
+    *,
+    progress: bool = False,
+) -> None:
+    """Write a checkpoint's tensors into a model from ``build_model`` and make it ready to run.
 
-    Raises CheckpointError for a name that the model does not have, a shape that differs, a tensor given twice,
-    and names that are missing at the end.
+    ``storage`` is the type matrices are held in, see ``ops.linear.prepare``. Raises CheckpointError for a name that
+    the model does not have, a shape that differs, a tensor given twice, and names that are missing at the end.
     """
-    targets = parameter_slices(model)
-    missing = dict.fromkeys(targets)
-    tied = "lm_head.weight" not in targets
-    with tqdm(total=len(targets), desc="Loading weights", unit=" tensors", disable=not progress, leave=False) as bar:
+    places = parameter_places(model)
+    missing = dict.fromkeys(places)
+    parts = Counter(place.module for place in places.values())
+    tied = "lm_head.weight" not in places
+    with tqdm(total=len(places), desc="Loading weights", unit=" tensors", disable=not progress, leave=False) as bar:
         for name, tensor in tensors:
             if name.endswith(IGNORED_SUFFIXES) or (tied and name == "lm_head.weight"):
                 continue
-            if name not in targets:
-                raise CheckpointError(
-                    f"the checkpoint has a tensor {name!r} that the model has no place for.{nearest(name, targets)} "
-                    "Is config.json the one that belongs to these weights?"
-                )
-            if name not in missing:
-                raise CheckpointError(f"the checkpoint has the tensor {name!r} twice.")
-            target = targets[name]
-            if tensor.shape != target.shape:
-                raise CheckpointError(
-                    f"tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}."
-                )
-            target.copy_(tensor)
+            place = _place(name, tensor, places, missing)
+            place.memory(device).copy_(tensor)
             del missing[name]
+            parts[place.module] -= 1
+            if parts[place.module] == 0:
+                _prepare(place.module, storage)
             bar.update()
     if missing:
         some = ", ".join(list(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of {len(targets)} tensors: {some}. Fetch the missing files."
+            f"the checkpoint lacks {len(missing)} of {len(places)} tensors: {some}. Fetch the missing files."
         )
-    prepare(model)
+    _prepare_tied(model, storage)
 
 
-def draw_weights(model: nn.Module, seed: int) -> None:
+def draw_weights(model: nn.Module, device: torch.device, storage: torch.dtype, seed: int) -> None:
     """Fill the model with small random numbers: as good as real ones for timing, of no use for answers."""
-    device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-    prepare(model)
+    for path, module in model.named_modules():
+        kinds = [kind for kind, _ in module.named_parameters(recurse=False)]
+        for kind in kinds:
+            memory = Place(module, kind, 0, getattr(module, kind).shape[0]).memory(device)
+            if "norm" in path:
+                memory.fill_(1.0)
+            else:
+                memory.normal_(0.0, 0.02, generator=generator)
+        if kinds:
+            _prepare(module, storage)
+    _prepare_tied(model, storage)
 
 
-def prepare(model: nn.Module) -> None:
-    """Let each module that asks for it rearrange its loaded weights."""
-    for module in model.modules():
-        rearrange = getattr(module, "prepare", None)
-        if callable(rearrange):
-            rearrange()
-
-
-def parameter_slices(model: nn.Module) -> dict[str, Tensor]:
-    """Map each checkpoint name to the memory it is written to: a parameter, or a merged layer's rows."""
-    targets: dict[str, Tensor] = {}
+def parameter_places(model: nn.Module) -> dict[str, Place]:
+    """Map each name that a checkpoint must have to its place: a parameter, or a merged layer's rows."""
+    places: dict[str, Place] = {}
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, MergedLinear):
-                parent = path.rpartition(".")[0]
-                pieces = parameter.data.split(list(module.parts.values()))
-                targets |= {f"{parent}.{part}.{kind}": piece for part, piece in zip(module.parts, pieces, strict=True)}
-            else:
-                targets[f"{path}.{kind}"] = parameter.data
-    return targets
+            if not isinstance(module, MergedLinear):
+                places[f"{path}.{kind}"] = Place(module, kind, 0, parameter.shape[0])
+                continue
+            start = 0
+            for part, rows in module.parts.items():
+                places[f"{path.rpartition('.')[0]}.{part}.{kind}"] = Place(module, kind, start, start + rows)
+                start += rows
+    return places
+
+
+def _place(name: str, tensor: Tensor, places: dict[str, Place], missing: dict[str, None]) -> Place:
+    """Return where a tensor goes, or say why it goes nowhere."""
+    if name not in places:
+        raise CheckpointError(
+            f"the checkpoint has a tensor {name!r} that the model has no place for.{nearest(name, places)} "
+            "Is config.json the one that belongs to these weights?"
+        )
+    if name not in missing:
+        raise CheckpointError(f"the checkpoint has the tensor {name!r} twice.")
+    place = places[name]
+    if tuple(tensor.shape) != place.shape:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}."
+        )
+    return place
+
+
+def _prepare(module: nn.Module, storage: torch.dtype) -> None:
+    rearrange = getattr(module, "prepare", None)
+    if callable(rearrange):
+        rearrange(storage)
+
+
+def _prepare_tied(model: nn.Module, storage: torch.dtype) -> None:
+    """Prepare a head that reads the embedding: it has no tensor of its own whose arrival would do it."""
+    head = model.lm_head
+    if isinstance(head, nn.Module) and getattr(head, "_product", None) is None:
+        _prepare(head, storage)

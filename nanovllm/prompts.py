@@ -29,9 +29,10 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or many? A str, a dict, or a non-empty list of ints is one, as in vLLM; ``[]`` is none."""
     if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        prompts = list(prompts) if hasattr(prompts, "__iter__") else [prompts]
-    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
+    if not hasattr(prompts, "__iter__"):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
 def parse(prompt: Any) -> tuple[str | None, Sequence[int] | None, str]:

@@ -1,9 +1,9 @@
 """What a caller may ask of the tokens generated for one prompt."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.errors import RequestError, unknown_option
 
@@ -113,16 +113,17 @@ class SamplingParams:
         self._check_stops()
 
     def _check_stops(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        stops = [self.stop] if isinstance(self.stop, str) else _sequence("stop", self.stop)
         for stop in stops:
             if not isinstance(stop, str) or not stop:
                 _refuse("stop", stop, "must be a string of at least one character, or a list of such")
         if stops and not self.detokenize:
             _refuse("stop", self.stop, "needs detokenize=True, for stop strings are found in the text")
         self.stop = stops
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
-        for token in self.stop_token_ids:
+        tokens = _sequence("stop_token_ids", self.stop_token_ids)
+        for token in tokens:
             _integer("stop_token_ids", token, 0)
+        self.stop_token_ids = list(dict.fromkeys(tokens))
 
     @property
     def stop_strings(self) -> list[str]:
@@ -142,7 +143,7 @@ class SamplingParams:
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
-def _refuse(name: str, value: object, rule: str) -> None:
+def _refuse(name: str, value: object, rule: str) -> NoReturn:
     raise RequestError(f"{name} is {value!r}; it {rule}.", parameter=name, value=value)
 
 
@@ -153,6 +154,13 @@ def _number(name: str, value: object, low: float, high: float) -> float:
             f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.", parameter=name, value=value
         )
     return float(value)
+
+
+def _sequence(name: str, value: object) -> list[Any]:
+    """Return a list, tuple or set of things as a list, and None as an empty one."""
+    if value is not None and not isinstance(value, (Sequence, Set)):
+        _refuse(name, value, "must be a list")
+    return list(value or ())
 
 
 def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:

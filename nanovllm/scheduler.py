@@ -50,7 +50,7 @@ class Scheduler:
     """Keeps the waiting queue and the running set, both in order of (priority, arrival).
 
     ``max_num_seqs`` bounds the running set, ``max_num_batched_tokens`` the tokens of a step. No more requests
-    run than there are tokens in the budget, so each running request gains at least one token in every step.
+    run than there are tokens in the budget, so each request that decodes gains a token in every step.
     """
 
     def __init__(

@@ -178,13 +178,18 @@ class Detokenizer:
         """Move what can be read now from the window to the text, and return it."""
         new = self._decode(self._window)[len(self._context) :]
         pending = len(self._window) - self._known
-        if not new or (new.endswith(INCOMPLETE) and not final and pending < MAX_PENDING):
-            return ""
-        self._append(new)
-        self._window = self._window[self._known :]  # the tokens of this piece are the context of the next
-        self._known = len(self._window)
-        self._context = self._decode(self._window)
-        return new
+        whole = final or pending >= MAX_PENDING
+        ready = new if whole else new.rstrip(INCOMPLETE)
+        if ready:
+            self._append(ready)
+            self._context += ready
+        if new and ready == new:
+            self._window = self._window[self._known :]  # the tokens of this piece are the context of the next
+            self._known = len(self._window)
+            self._context = self._decode(self._window)
+        elif whole:
+            del self._window[self._known :]  # they have no text
+        return ready
 
     def _append(self, text: str) -> None:
         self._parts.append(text)

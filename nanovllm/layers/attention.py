@@ -16,8 +16,8 @@ from nanovllm.ops.store_kvcache import store_kvcache
 class Attention(nn.Module):
     """Write this step's keys and values to the cache, then attend over all of each request.
 
-    ``qk_norm`` normalises each query and key head before the rotation (Qwen3, Gemma 3). ``scale`` multiplies the
-    scores; None: 1 / sqrt(head_dim).
+    ``norm`` is the kind of norm that each query and key head goes through before the rotation (Qwen3, Gemma 3);
+    None for none. ``scale`` multiplies the scores; None: 1 / sqrt(head_dim).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        qk_norm: bool = False,
+        norm: type[RMSNorm] | None = None,
         scale: float | None = None,
     ) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Attention(nn.Module):
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(query, config.hidden_size, bias=output_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if qk_norm else None
+        self.q_norm = None if norm is None else norm(self.head_dim, config.norm_eps)
+        self.k_norm = None if norm is None else norm(self.head_dim, config.norm_eps)
 
     def forward(
         self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch

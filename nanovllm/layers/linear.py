@@ -1,27 +1,38 @@
-"""Linear layers: one matrix, or several of a checkpoint's matrices stacked into one."""
+"""Layers that hold a matrix: linear ones, the embedding, and the head.
+
+``prepare(storage)`` is called once, when a layer's parameters have been loaded. It may rearrange them for the device
+and hold them in a narrower type, so the parameters themselves are gone afterwards.
+"""
+
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from nanovllm.ops.linear import linear, prepare
+from nanovllm.ops.linear import prepare
 
 
 class Linear(nn.Module):
-    """x weight^T + bias. ``prepare`` swaps the loaded weight for what the device likes best."""
+    """x weight^T + bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.weight: nn.Parameter | None = _parameter(outputs, inputs)
+        self.bias = _parameter(outputs) if bias else None
+        self._product: Callable[[Tensor], Tensor] | None = None
 
-    def prepare(self) -> None:
-        """Repack the weight; call it once, after loading."""
-        self.weight = nn.Parameter(prepare(self.weight.data), requires_grad=False)
+    def prepare(self, storage: torch.dtype) -> None:
+        """Take the weight in the form that the device likes best."""
+        assert self.weight is not None, "prepare() is called once"
+        self._product = prepare(self.weight.data, None if self.bias is None else self.bias.data, storage)
+        self.weight = self.bias = None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to each row."""
-        return linear(x, self.weight, self.bias)
+        assert self._product is not None, "a layer is used before prepare()"
+        return self._product(x)
 
 
 class MergedLinear(Linear):
@@ -35,22 +46,51 @@ class MergedLinear(Linear):
         self.parts = parts
 
 
-class Head(nn.Module):
-    """Hidden states to logits. Tied to the embedding, it has no weight of its own in the checkpoint."""
+class Embedding(nn.Module):
+    """Token ids to vectors."""
 
-    def __init__(self, width: int, vocab_size: int, tied: nn.Embedding | None) -> None:
+    def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width), requires_grad=False) if tied is None else None
-        self._tied = (tied,)  # in a tuple, so that the embedding is not registered as a child of the head
-        self._prepared: Tensor | None = None
+        self.weight = _parameter(vocab_size, width)
+        self._dtype = torch.float32
 
-    def prepare(self) -> None:
-        """Repack the weight; call it once, after loading. A tied embedding keeps its own copy for look-ups."""
-        tied = self._tied[0]
-        self._prepared = prepare((self.weight if tied is None else tied.weight).data)  # type: ignore[union-attr]
+    def prepare(self, storage: torch.dtype) -> None:
+        """Hold the table in the narrower type; what comes out has the model's."""
+        self._dtype = self.weight.dtype
+        if self.weight.device.type == "cpu":
+            self.weight.data = self.weight.data.to(storage)
+
+    def forward(self, token_ids: Int64[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
+        """Look up each token."""
+        return F.embedding(token_ids, self.weight).to(self._dtype)
+
+    def table(self) -> Float[Tensor, "vocab width"]:
+        """Return the whole table in the model's type, for a head that is tied to it."""
+        return self.weight.data.to(self._dtype)
+
+
+class Head(nn.Module):
+    """Hidden states to logits. One that is tied to an embedding has no parameter of its own."""
+
+    def __init__(self, width: int, vocab_size: int, tied: Embedding | None) -> None:
+        super().__init__()
+        self.weight = _parameter(vocab_size, width) if tied is None else None
+        self._tied = (tied,)  # in a tuple, so that the embedding is not registered as a child of the head
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    def prepare(self, storage: torch.dtype) -> None:
+        """Take the weight in the form that the device likes best; a tied embedding keeps its own copy."""
+        weight = self._tied[0].table() if self._tied[0] is not None else self.weight
+        assert weight is not None, "prepare() is called once"
+        self._product = prepare(weight.data, None, storage)
         self.weight = None
 
     def forward(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Return one row of logits for each row of hidden states."""
-        assert self._prepared is not None, "the head is used before prepare()"
-        return linear(hidden, self._prepared)
+        """Return one row of logits for each row of hidden states; at least float32."""
+        assert self._product is not None, "the head is used before prepare()"
+        logits = self._product(hidden)
+        return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

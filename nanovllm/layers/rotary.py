@@ -31,6 +31,14 @@ class Rotary:
             frequencies, self.scale = KINDS[config.kind](config, head_dim, max_positions, max_model_len)
         except KeyError as missing:
             raise CheckpointError(f"rope type {config.kind!r} needs {missing} in rope_scaling.") from None
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"rope_scaling is {dict(config.settings)}, which is no {config.kind!r}: {error}."
+            ) from error
+        if not bool(frequencies.isfinite().all()):
+            raise CheckpointError(
+                f"rope_scaling is {dict(config.settings)}, which gives {config.kind!r} no finite angles."
+            )
         self.frequencies: Float[Tensor, " pairs"] = frequencies
 
     def to(self, device: torch.device) -> None:
@@ -63,13 +71,12 @@ def _linear(rope: RopeConfig, head_dim: int, max_positions: int, max_model_len: 
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int, max_model_len: int) -> Frequencies:
-    """Dynamic NTK: raise the base with the context, here with the longest one allowed."""
-    factor, trained = (
-        rope.settings["factor"],
-        rope.settings.get("original_max_position_embeddings") or max_positions,
-    )
-    length = max(max_model_len, trained)
-    stretch = (factor * length / trained - (factor - 1)) ** (head_dim / (head_dim - 2))
+    """Dynamic NTK: raise the base with the context, here with the longest one allowed.
+
+    As in transformers, the trained length is max_position_embeddings, whatever the settings call original.
+    """
+    factor, length = float(rope.settings["factor"]), max(max_model_len, max_positions)
+    stretch = (factor * length / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
     return _powers(rope.theta * stretch, head_dim), 1.0
 
 
@@ -88,14 +95,14 @@ def _llama3(rope: RopeConfig, head_dim: int, max_positions: int, max_model_len: 
 def _yarn(rope: RopeConfig, head_dim: int, max_positions: int, max_model_len: int) -> Frequencies:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over channel pairs instead of wave lengths."""
     settings = rope.settings
-    factor = settings["factor"]
+    factor = float(settings["factor"])
     trained = settings.get("original_max_position_embeddings") or max_positions
 
     def pair(turns: float) -> float:
         """The channel pair that turns this often over the trained context (section 3.2)."""
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair(settings.get("beta_fast") or 32), pair(settings.get("beta_slow") or 1)
+    low, high = pair(float(settings.get("beta_fast") or 32)), pair(float(settings.get("beta_slow") or 1))
     if settings.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -105,7 +112,8 @@ def _yarn(rope: RopeConfig, head_dim: int, max_positions: int, max_model_len: in
     scale = settings.get("attention_factor")
     if scale is None:
         one, all_ = settings.get("mscale"), settings.get("mscale_all_dim")
-        scale = _yarn_scale(factor, one) / _yarn_scale(factor, all_) if one and all_ else _yarn_scale(factor)
+        both = (float(one), float(all_)) if one and all_ else (1.0, 0.0)  # weight 0: a divisor of 1
+        scale = _yarn_scale(factor, both[0]) / _yarn_scale(factor, both[1])
     return plain / factor * (1 - share) + plain * share, float(scale)
 
 

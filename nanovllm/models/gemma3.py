@@ -14,10 +14,18 @@ from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import Head
+from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
+
+
+class GemmaNorm(RMSNorm):
+    """RMS normalisation whose stored weight is the distance of the scale from 1."""
+
+    def prepare(self, storage: torch.dtype) -> None:
+        """Turn the distance into the scale; called once, after loading."""
+        self.weight.data += 1.0
 
 
 class DecoderLayer(nn.Module):
@@ -27,13 +35,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         scale = config.raw.get("query_pre_attn_scalar", 256) ** -0.5
         bias = config.attention_bias
-        self.self_attn = Attention(config, layer, qkv_bias=bias, output_bias=bias, qk_norm=True, scale=scale)
+        self.self_attn = Attention(config, layer, qkv_bias=bias, output_bias=bias, norm=GemmaNorm, scale=scale)
         self.mlp = MLP(config)
         width, eps = config.hidden_size, config.norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.pre_feedforward_layernorm = RMSNorm(width, eps)
-        self.post_feedforward_layernorm = RMSNorm(width, eps)
+        self.input_layernorm = GemmaNorm(width, eps)
+        self.post_attention_layernorm = GemmaNorm(width, eps)
+        self.pre_feedforward_layernorm = GemmaNorm(width, eps)
+        self.post_feedforward_layernorm = GemmaNorm(width, eps)
 
     def forward(
         self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
@@ -49,10 +57,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = GemmaNorm(config.hidden_size, config.norm_eps)
         self.windows = config.windows
 
     def forward(
@@ -75,6 +82,8 @@ class Gemma3(nn.Module):
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if config.raw.get(name) is not None:
                 raise CheckpointError(f"{name} is {config.raw[name]!r}; Gemma 3 is built without it, as published.")
+        if config.raw.get("use_bidirectional_attention"):
+            raise CheckpointError("use_bidirectional_attention is true; only causal decoders are built.")
         self.model = Decoder(config)
         tied = config.raw.get("tie_word_embeddings", True)
         self.lm_head = Head(config.hidden_size, config.vocab_size, self.model.embed_tokens if tied else None)
@@ -83,12 +92,6 @@ class Gemma3(nn.Module):
             Rotary(rope, config.head_dim, config.max_position_embeddings, max_model_len)
             for rope in (config.rope, local)
         ]
-
-    def prepare(self) -> None:
-        """Turn the stored distances from 1 into scales; called once, after loading."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.weight.data += 1.0
 
     def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "tokens width"]:
         """Compute a step: write its keys and values to the cache, return the hidden states."""
@@ -100,7 +103,7 @@ class Gemma3(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Score every token of the vocabulary as the next one; at least float32."""
         scores: Tensor = self.lm_head(hidden)
-        return scores if scores.dtype is torch.float64 else scores.float()
+        return scores
 
 
 def _local_base(config: ModelConfig) -> float:

@@ -5,7 +5,6 @@
 Mistral differs by a sliding window alone, which the configuration brings.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import Head
+from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
@@ -55,8 +54,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -98,4 +96,4 @@ class Llama(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Score every token of the vocabulary as the next one; at least float32."""
         scores: Tensor = self.lm_head(hidden)
-        return scores if scores.dtype is torch.float64 else scores.float()
+        return scores

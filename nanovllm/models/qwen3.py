@@ -2,6 +2,7 @@
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.llama import Llama
 
 
@@ -12,4 +13,4 @@ class Qwen3(Llama):
     def attention(config: ModelConfig, layer: int) -> Attention:
         """Build one layer's attention."""
         bias = config.attention_bias
-        return Attention(config, layer, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        return Attention(config, layer, qkv_bias=bias, output_bias=bias, norm=RMSNorm)

@@ -1,19 +1,26 @@
-"""Linear layers: PyTorch's own, or packed for a CPU."""
+"""Linear layers: PyTorch's own, or with the weight packed once for a CPU."""
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from nanovllm.ops.linear import packed, reference
+from nanovllm.ops.linear import fbgemm, onednn
+from nanovllm.ops.linear.reference import linear
 
-__all__ = ["linear", "prepare"]
-
-
-def prepare(weight: Tensor) -> Tensor:
-    """Return what ``linear`` likes best in place of a loaded weight; the weight itself may be dropped."""
-    return packed.pack(weight) if packed.can_pack(weight) else weight
+__all__ = ["prepare"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear`` for the contract; ``weight`` is plain or from ``prepare``."""
-    if weight.is_mkldnn:
-        return packed.linear(x, weight, bias)
-    return reference.linear(x, weight, bias)
+def prepare(weight: Tensor, bias: Tensor | None, storage: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return ``reference.linear`` with this weight and bias, as a function of its input, as fast as can be here.
+
+    ``storage`` is the type the weight is held in. On a CPU it may be float16 below a float32 weight; a weight out
+    of its range, or a build of torch that cannot, keeps float32. The weight itself may be dropped afterwards.
+    """
+    if weight.device.type == "cpu" and weight.numel():
+        if storage is torch.float16 and fbgemm.available() and fbgemm.fits(weight):
+            return fbgemm.prepare(weight, bias)
+        if onednn.available(weight.dtype):
+            return onednn.prepare(weight, bias)
+    return partial(linear, weight=weight, bias=bias)

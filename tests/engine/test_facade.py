@@ -1,0 +1,432 @@
+"""The public class: forms of prompts, refusals, interruption, streaming, endings, and memory given back."""
+
+import gc
+import json
+import shutil
+import weakref
+from itertools import islice
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError, EngineError, RequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[72, 101, 108], [5], [9] * 17, [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def run(llm, prompts, params=GREEDY, **options):
+    return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+def tokens_of(outputs):
+    return [output.token_ids for output in outputs]
+
+
+def joined(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+# Prompts
+
+
+def test_results_come_in_the_order_of_the_prompts(open_llm):
+    llm = open_llm()
+    expected = [run(llm, prompt)[0].token_ids for prompt in PROMPTS]
+    lengths = [12, 3, 7, 1]
+    outputs = run(llm, PROMPTS, [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths])
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert tokens_of(outputs) == [tokens[:n] for tokens, n in zip(expected, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("number", [2, 5, 33])
+def test_equal_prompts_in_one_call(open_llm, number):
+    llm = open_llm()
+    (one,) = run(llm, PROMPTS[2])
+    assert tokens_of(run(llm, PROMPTS[2:3] * number)) == [one.token_ids] * number
+    cold = open_llm(enable_prefix_caching=False)
+    assert tokens_of(run(cold, PROMPTS[2:3] * number)) == [one.token_ids] * number
+
+
+def test_no_prompts(open_llm):
+    llm = open_llm()
+    assert run(llm, []) == []
+    assert run(llm, [], []) == []
+    assert list(llm.stream([])) == []
+
+
+def test_every_form_of_a_prompt(open_llm):
+    llm = open_llm()
+    ids = llm.get_tokenizer().encode("Héllo")
+    forms = [
+        "Héllo",
+        ids,
+        tuple(ids),
+        {"prompt": "Héllo"},
+        {"prompt_token_ids": ids},
+        {"prompt": "x", "prompt_token_ids": ids},
+    ]
+    singly = [run(llm, form)[0] for form in forms]
+    together = run(llm, [*forms])
+    for output, again in zip(singly, together, strict=True):
+        assert output.prompt_token_ids == again.prompt_token_ids == ids
+        assert output.token_ids == again.token_ids == singly[0].token_ids
+        assert output.text == again.text == singly[0].text
+    assert [output.prompt for output in together] == ["Héllo", None, None, "Héllo", None, "x"]
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 5, 3.5, {"text": "x"}, {"prompt": 5}, {}, b"bytes", [b"bytes"], [None], {"prompt": "a", "x": 1}]
+)
+def test_what_is_no_prompt_is_refused(open_llm, tiny, bad):
+    llm = open_llm()
+    with pytest.raises((RequestError, TypeError)):
+        run(llm, bad)
+    tiny.assert_idle(llm)
+    assert run(llm, PROMPTS[0])[0].finished
+
+
+@pytest.mark.parametrize("bad", [[], "", [-1], [259], [10**12], [True], [1, "a"], [1.0], [0] * 256, [0] * 300])
+def test_one_bad_prompt_names_its_place_and_harms_no_other(open_llm, tiny, bad):
+    llm = open_llm()
+    with pytest.raises(RequestError, match="^prompt 2 of 4: ") as caught:
+        run(llm, [PROMPTS[0], PROMPTS[1], {"prompt_token_ids": bad} if isinstance(bad, list) else bad, PROMPTS[3]])
+    assert caught.value.parameter is not None
+    tiny.assert_idle(llm)
+    assert tokens_of(run(llm, PROMPTS)) == tokens_of(run(open_llm(), PROMPTS))
+
+
+def test_a_prompt_that_can_never_fit_the_cache_is_refused(open_llm, tiny):
+    llm = open_llm(num_gpu_blocks_override=3)
+    assert len(run(llm, [7] * 24)[0].token_ids) == 1
+    with pytest.raises(RequestError, match="25 tokens long.*3 blocks of 8"):
+        run(llm, [PROMPTS[0], [7] * 25])
+    tiny.assert_idle(llm)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 5])
+def test_a_wrong_number_of_parameters_is_refused(open_llm, tiny, number):
+    llm = open_llm()
+    with pytest.raises(RequestError, match=f"sampling_params has {number} entries for 4 prompts"):
+        run(llm, PROMPTS, [GREEDY] * number)
+    with pytest.raises(RequestError, match=f"priority has {number} entries for 4 prompts"):
+        run(llm, PROMPTS, GREEDY, priority=[0] * number)
+    tiny.assert_idle(llm)
+
+
+def test_parameters_are_checked_again_when_they_are_used(open_llm, tiny):
+    llm, params = open_llm(), SamplingParams()
+    params.top_p = float("nan")
+    with pytest.raises(RequestError, match="top_p"):
+        run(llm, PROMPTS[0], params)
+    for wrong in ("greedy", 5, [None]):
+        with pytest.raises(RequestError, match="sampling_params"):
+            run(llm, PROMPTS[:1], wrong)
+    with pytest.raises(RequestError, match="logprobs is 21.*max_logprobs=20"):
+        run(llm, PROMPTS[0], SamplingParams(logprobs=21))
+    with pytest.raises(RequestError, match="stop_token_ids is 259"):
+        run(llm, PROMPTS[0], SamplingParams(stop_token_ids=[259]))
+    tiny.assert_idle(llm)
+
+
+def test_the_caller_may_change_its_objects_afterwards(open_llm):
+    llm, prompt = open_llm(), [1, 2, 3]
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    prompt.append(9)
+    list(stream)
+    assert run(llm, [1, 2, 3])[0].prompt_token_ids == [1, 2, 3]
+
+
+def test_without_a_tokenizer_ids_go_in_and_out(open_llm):
+    llm = open_llm(skip_tokenizer_init=True)
+    (output,) = run(llm, PROMPTS[0])
+    assert output.token_ids == run(open_llm(), PROMPTS[0])[0].token_ids
+    assert output.text == ""
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        run(llm, "text")
+    with pytest.raises(RequestError, match="stop"):
+        run(llm, PROMPTS[0], SamplingParams(stop="x"))
+
+
+# Endings
+
+
+@pytest.fixture
+def natural(open_llm):
+    """A prompt and its greedy continuation, in which the third and sixth tokens are new ones."""
+    llm = open_llm()
+    for first in range(256):
+        (output,) = run(llm, [first, 77])
+        if len(set(output.token_ids[:6])) == 6:
+            return [first, 77], output.token_ids
+    raise AssertionError("no lively prompt found")
+
+
+def test_stop_token_ids(open_llm, natural):
+    prompt, tokens = natural
+    llm = open_llm()
+    for place in (0, 2, 5):
+        (output,) = run(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[tokens[place]]))
+        assert output.token_ids == tokens[: place + 1]
+        completion = output.outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[place])
+        assert completion.text == llm.get_tokenizer().decode(tokens[:place])
+
+
+@pytest.fixture
+def with_end(folders, tmp_path):
+    """Write the llama folder anew, with this token as its end."""
+
+    def write(token: int):
+        folder = tmp_path / "with_end"
+        shutil.copytree(folders["llama"], folder)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
+        return LLM(folder, dtype="float32", use_tqdm_on_load=False, block_size=8, num_gpu_blocks_override=64)
+
+    return write
+
+
+def test_end_ids_ignore_eos_and_min_tokens(with_end, natural):
+    prompt, tokens = natural
+    with with_end(tokens[2]) as llm:
+        (output,) = run(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12))
+        assert output.token_ids == tokens[:3]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+        assert run(llm, prompt)[0].token_ids == tokens  # GREEDY ignores it
+        for least in (1, 3, 4, 12):
+            (output,) = run(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=least))
+            assert output.token_ids[:2] == tokens[:2]
+            assert least <= len(output.token_ids) <= 12
+            assert tokens[2] not in output.token_ids[:least] or least <= 2 or output.token_ids.index(tokens[2]) >= least
+            if least < 3:
+                assert output.token_ids == tokens[:3]
+        # a length of 3 with the end id as third token is a stop, not a cut
+        (output,) = run(llm, prompt, SamplingParams(temperature=0.0, max_tokens=3))
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_min_tokens_bans_stop_token_ids_too(open_llm, natural):
+    prompt, tokens = natural
+    params = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=5, ignore_eos=True, stop_token_ids=[tokens[1]])
+    (output,) = run(open_llm(), prompt, params)
+    assert output.token_ids[0] == tokens[0]
+    assert tokens[1] not in output.token_ids[:5]
+    assert len(output.token_ids) >= 5
+
+
+def test_stop_strings_cut_the_text(open_llm, natural):
+    prompt, _ = natural
+    llm = open_llm()
+    for seed in range(6):
+        whole = run(llm, prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True))[0].text
+        stop = whole[7:9]
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True, stop=stop)
+        (output,) = run(llm, prompt, params)
+        assert output.text == whole[: whole.index(stop)]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+        assert "".join(piece.text for piece in llm.stream(prompt, params)) == output.text
+
+
+def test_max_tokens_none_fills_the_context(open_llm):
+    (output,) = run(open_llm(max_model_len=30), [1] * 20, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.token_ids) == 10
+    assert output.outputs[0].finish_reason == "length"
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=4), dict(num_gpu_blocks_override=5)], ids=str)
+def test_pieces_of_a_stream_make_the_whole(open_llm, options, temperature):
+    llm = open_llm(**options)
+    params = [
+        SamplingParams(temperature=temperature, seed=place, max_tokens=15, ignore_eos=True, logprobs=2)
+        for place in range(len(PROMPTS))
+    ]
+    whole = run(llm, PROMPTS, params)
+    pieces = list(llm.stream(PROMPTS, params))
+    for place, output in enumerate(whole):
+        mine = [piece for piece in pieces if piece.request_id == str(place)]
+        assert "".join(piece.text for piece in mine) == output.text
+        assert joined(mine) == output.token_ids
+        entries = [entry for piece in mine for entry in piece.outputs[0].logprobs]
+        for left, right in zip(entries, output.outputs[0].logprobs, strict=True):
+            assert next(iter(left)) == next(iter(right))
+            assert next(iter(left.values())).logprob == pytest.approx(next(iter(right.values())).logprob, abs=1e-4)
+        assert [piece.finished for piece in mine] == [False] * (len(mine) - 1) + [True]
+        assert [piece.outputs[0].finish_reason for piece in mine[:-1]] == [None] * (len(mine) - 1)
+
+
+def test_closing_a_stream_frees_its_blocks(open_llm, tiny):
+    llm = open_llm()
+    for number in (0, 1, 5):
+        stream = llm.stream(PROMPTS, GREEDY)
+        assert len(list(islice(stream, number))) == number
+        stream.close()
+        tiny.assert_idle(llm)
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    assert llm.llm_engine.scheduler.blocks.num_held > 0
+    del stream
+    tiny.assert_idle(llm)
+
+
+def test_streams_and_calls_may_be_interleaved(open_llm):
+    llm = open_llm()
+    expected = tokens_of(run(llm, PROMPTS))
+    first, second = llm.stream(PROMPTS[:2], GREEDY), llm.stream(PROMPTS[2], GREEDY)
+    pieces = [*islice(first, 5)]
+    late = [*islice(second, 2)]
+    assert tokens_of(run(llm, PROMPTS[3])) == expected[3:]
+    late += second
+    pieces += first
+    assert joined(late) == expected[2]
+    for place in (0, 1):
+        assert joined(piece for piece in pieces if piece.request_id == str(place)) == expected[place]
+
+
+def test_requests_added_below_do_not_get_into_a_call(open_llm):
+    """Whoever queues requests at the engine itself must not shorten a call that runs meanwhile."""
+    llm = open_llm()
+    expected = tokens_of(run(llm, PROMPTS))
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    llm.llm_engine.add_request("mine", [1, 2], one)
+    assert tokens_of(run(llm, PROMPTS)) == expected
+    llm.llm_engine.abort("mine")
+
+
+def test_chat_and_its_stream(open_llm, tiny):
+    llm = open_llm()
+    talk = [{"role": "user", "content": "hé"}]
+    (output,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    text = "<|start|>user:hé\n<|start|>assistant:"
+    assert output.prompt == text
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(text)
+    assert output.prompt_token_ids.count(tiny.start) == 2
+    assert tokens_of(llm.chat([talk, talk], GREEDY, use_tqdm=False)) == [output.token_ids] * 2
+    assert "".join(piece.text for piece in llm.stream_chat(talk, GREEDY)) == output.text
+
+
+# Failures and interruption
+
+
+def fail_at(monkeypatch, llm, step: int, error: BaseException) -> None:
+    """Let the model runner raise at its ``step``-th step from now, once."""
+    runner = llm.llm_engine._runner
+    execute, calls = runner.execute, []
+
+    def failing(output):
+        calls.append(output)
+        if len(calls) == step:
+            raise error
+        return execute(output)
+
+    monkeypatch.setattr(runner, "execute", failing)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=4), dict(num_gpu_blocks_override=5)], ids=str)
+def test_ctrl_c_gives_everything_back(open_llm, tiny, monkeypatch, step, options):
+    llm = open_llm(**options)
+    fail_at(monkeypatch, llm, step, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS)
+    tiny.assert_idle(llm)
+    assert tokens_of(run(llm, PROMPTS)) == tokens_of(run(open_llm(), PROMPTS))
+
+
+def test_ctrl_c_in_a_call_leaves_a_stream_unharmed(open_llm, monkeypatch):
+    llm = open_llm()
+    expected = run(llm, PROMPTS[0])[0].token_ids
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    pieces = [next(stream)]
+    fail_at(monkeypatch, llm, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS[1:])
+    pieces += stream
+    assert joined(pieces) == expected
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_failed_step_is_an_engine_error_and_the_engine_goes_on(open_llm, tiny, monkeypatch, step):
+    llm = open_llm()
+    fail_at(monkeypatch, llm, step, RuntimeError("the machine is on fire"))
+    with pytest.raises(EngineError, match="RuntimeError: the machine is on fire") as caught:
+        run(llm, PROMPTS)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    tiny.assert_idle(llm)
+    assert tokens_of(run(llm, PROMPTS)) == tokens_of(run(open_llm(), PROMPTS))
+
+
+# Life and death
+
+
+def test_after_close_everything_is_refused(open_llm):
+    llm = open_llm()
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert "closed" in repr(llm)
+    talk = [{"role": "user", "content": "x"}]
+    calls = (
+        lambda: run(llm, PROMPTS),
+        lambda: llm.get_tokenizer(),
+        lambda: llm.chat(talk),
+        lambda: next(llm.stream(PROMPTS)),
+        lambda: llm.cache_prefix([1]),
+        lambda: llm.reset_prefix_cache(),
+    )
+    for call in calls:
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    with pytest.raises(EngineError):
+        list(stream)  # what was computed before may still come
+
+
+def test_two_engines_with_different_blocks_in_one_process(open_llm):
+    """A block size kept in a class, as some small engines do, would corrupt one of them."""
+    first, second = open_llm(block_size=4), open_llm(block_size=16)
+    expected = tokens_of(run(open_llm(), PROMPTS))
+    stream = first.stream(PROMPTS[2], GREEDY)
+    pieces = [next(stream)]
+    assert tokens_of(run(second, PROMPTS)) == expected
+    pieces += stream
+    assert joined(pieces) == expected[2]
+    assert tokens_of(run(first, PROMPTS)) == expected
+
+
+@pytest.mark.parametrize("way", ["del", "close", "with"])
+def test_memory_goes_back_without_the_collector(folders, way):
+    """Without a cycle the last reference frees model and cache at once, so a second engine finds room."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(folders["llama"], dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=8)
+        run(llm, PROMPTS)
+        list(islice(llm.stream(PROMPTS, GREEDY), 2))
+        with pytest.raises(RequestError):
+            run(llm, [[]])
+        runner = llm.llm_engine._runner
+        model, parameter = weakref.ref(runner.model), weakref.ref(next(runner.model.parameters()))
+        del runner
+        if way == "del":
+            del llm
+        elif way == "close":
+            llm.close()
+        else:
+            with llm:
+                pass
+        assert model() is None
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+def test_engines_made_again_and_again(open_llm, folders):
+    expected = tokens_of(run(open_llm(), PROMPTS))
+    for _ in range(3):
+        with LLM(folders["llama"], dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
+            assert tokens_of(run(llm, PROMPTS)) == expected

@@ -1,0 +1,133 @@
+"""The sampler as requests see it: each row by its own rules, in vLLM's order, blind to the other rows."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.request import Request
+from nanovllm.sampler import sample
+
+VOCAB = 50
+
+
+def make_request(place: int, *, eos: tuple[int, ...] = (), length: int = 3, **params) -> Request:
+    params = SamplingParams(**params)
+    request = Request(
+        request_id=str(place), prompt_token_ids=[1, 2, 3], params=params, max_tokens=99, arrival=place,
+        seed=place if params.seed is None else params.seed, eos_token_ids=frozenset(eos),
+    )  # fmt: skip
+    request.token_ids += [4] * (length - 3)
+    return request
+
+
+KINDS = [
+    dict(temperature=0.0), dict(), dict(temperature=0.3), dict(temperature=2.0, top_k=5), dict(top_p=0.3),
+    dict(top_k=9, top_p=0.7, temperature=0.5), dict(temperature=0.0, logprobs=3), dict(logprobs=4, top_k=1),
+    dict(min_tokens=5, stop_token_ids=[7, 8]), dict(seed=-5), dict(seed=2**63 - 1), dict(seed=-(2**63)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_row_is_drawn_as_if_it_were_alone(seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    requests = [
+        make_request(place, length=draw.randint(3, 40), **draw.choice(KINDS)) for place in range(draw.randint(1, 20))
+    ]
+    logits = torch.randn(len(requests), VOCAB)
+    before = logits.clone()
+    together = sample(logits, requests)
+    assert torch.equal(logits, before)
+    for row, request in enumerate(requests):
+        (alone,) = sample(logits[row : row + 1], [request])
+        assert alone.token_id == together[row].token_id
+        assert (alone.logprobs is None) == (request.params.logprobs is None)
+        if alone.logprobs is not None:
+            assert list(alone.logprobs) == list(together[row].logprobs)
+
+
+def test_seed_and_position_decide():
+    logits = torch.zeros(1, VOCAB)
+
+    def token(seed: int, length: int, place: int = 0) -> int:
+        return sample(logits, [make_request(place, length=length, seed=seed)])[0].token_id
+
+    assert token(5, 10) == token(5, 10, place=3)
+    by_seed = [token(seed, 10) for seed in range(200)]
+    by_position = [token(5, length) for length in range(3, 203)]
+    for tokens in (by_seed, by_position):
+        assert len(set(tokens)) > 40  # of 50; 200 fair draws miss one with probability 0.6
+
+
+def test_the_order_of_the_filters():
+    """Temperature before top-p, top-k before top-p: shares of 8 4 2 1 1 at temperature 1."""
+    logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log()
+
+    def support(**params) -> set[int]:
+        return {sample(logits, [make_request(0, seed=seed, **params)])[0].token_id for seed in range(200)}
+
+    assert support(top_p=0.6) == {0, 1}
+    assert support(top_p=0.6, top_k=2) == {0}  # 8 of the 12 that are left
+    assert support(top_p=0.6, temperature=0.5) == {0}  # 64 of 86
+    assert support(top_p=0.6, temperature=2.0) == {0, 1, 2}  # roots: 2.83 2 1.41 1 1 of 8.24
+    assert support(top_k=3) == {0, 1, 2}
+    assert support(top_k=4) == {0, 1, 2, 3, 4}  # the fifth ties with the fourth
+    assert support(top_k=500) == support(top_k=-1) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_end_ids_are_banned_before_min_tokens(temperature):
+    logits = torch.full((1, VOCAB), -50.0)
+    logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0]) * 20
+    rules = dict(temperature=temperature, min_tokens=2, stop_token_ids=[8], logprobs=1)
+    (early,) = sample(logits, [make_request(0, eos=(7,), length=4, **rules)])
+    assert early.token_id == 9
+    assert early.logprobs[9].rank == 3  # as the model sees it: nothing is banned there
+    (late,) = sample(logits, [make_request(0, eos=(7,), length=5, **rules)])
+    assert late.token_id == 7
+
+
+def test_greedy_ties_take_the_lowest_id():
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [30, 10, 20]] = 1.0
+    drawn = sample(logits, [make_request(0, temperature=0.0, logprobs=0), make_request(1, temperature=0.0, logprobs=0)])
+    assert [one.token_id for one in drawn] == [0, 10]
+    assert [one.logprobs[one.token_id].rank for one in drawn] == [1, 1]
+
+
+def test_logprobs_are_the_log_softmax():
+    torch.manual_seed(1)
+    logits = torch.randn(1, VOCAB) * 3
+    expected = logits[0].double().log_softmax(-1)
+    order = expected.argsort(descending=True).tolist()
+    (drawn,) = sample(logits, [make_request(0, logprobs=10, temperature=2.0, seed=3)])
+    assert next(iter(drawn.logprobs)) == drawn.token_id
+    for token, entry in drawn.logprobs.items():
+        assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        assert entry.rank == order.index(token) + 1
+    assert set(drawn.logprobs) == {drawn.token_id, *order[:10]}
+
+
+def test_more_logprobs_than_tokens():
+    (drawn,) = sample(torch.zeros(1, 3), [make_request(0, logprobs=20)])
+    assert sorted(drawn.logprobs) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_extreme_rows_harm_no_other(temperature):
+    torch.manual_seed(2)
+    logits = torch.randn(5, VOCAB)
+    params = dict(temperature=temperature, top_k=10, top_p=0.9)
+    requests = [make_request(place, **params) for place in range(5)]
+    clean = sample(logits, requests)
+    logits[1] = -torch.inf
+    logits[1, 33] = 0.0
+    logits[2] = torch.nan
+    logits[3, 4] = 1e4
+    tokens = [one.token_id for one in sample(logits, requests)]
+    assert [tokens[0], tokens[4]] == [clean[0].token_id, clean[4].token_id]
+    assert tokens[1] == 33
+    assert 0 <= tokens[2] < VOCAB
+    assert tokens[3] == 4
