@@ -1,7 +1,6 @@
 """The tensors that hold keys and values, and how many bytes they weigh."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of every layer, cut into blocks that requests hold through their block tables."""
 
-    data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"]
+    def __init__(self, data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"]) -> None:
+        self.data = data
+        self._layers = [(layer[0], layer[1]) for layer in data]  # views made once: a step asks for each of them
 
     @classmethod
     def allocate(
@@ -44,8 +44,7 @@ class KVCache:
         Float[Tensor, "blocks block_size kv_heads head_dim"],
     ]:
         """Return the keys and the values of one layer, as views."""
-        keys, values = self.data[layer]
-        return keys, values
+        return self._layers[layer]
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

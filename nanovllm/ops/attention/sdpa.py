@@ -1,12 +1,17 @@
 """Paged attention through PyTorch's ``scaled_dot_product_attention``: the CPU's backend, and any device's fallback.
 
-What costs time on a CPU is copying keys and calling the kernel, so:
+On a CPU, what costs time is copying keys and the number of calls. So decodes, the many requests with one new token,
+are computed block by block, where the cache itself is the batch of one call and nothing is copied:
 
-* a request whose blocks are neighbours in the cache is read in place, through a view;
-* decoding requests of one block each, whose blocks are neighbours, are one call: the cache itself is the batch;
-* a decode's query heads that share a key-value head are the rows of one query.
+    block table of request A   [ 4 2 ]         rows of one call   block  2    3    4    5
+                          B   [ 3 5 ]                            query  A    B    A    B
+
+Each row attends to its block alone; then the pieces of a request are weighted by their sums of exponentials
+(FlashDecoding, Dao et al. 2023). A row's arithmetic has the shape of a block, whatever the other rows are, so that a
+decode gives the same bits alone and in company. Spans of several tokens are computed one request after another.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,43 +20,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PREFERRED_BLOCK_SIZE = 128
-"""Large enough for most answers of a laptop's batch to lie in one block, small enough for prefixes to be found."""
+"""Large enough for few rows, small enough for prefixes to be found."""
+
+Span = tuple[int, int, Sequence[int]]
+"""First row in the step, context length, block table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Requests that decode one token each and whose only blocks are ``[first, first + number)``, in this order."""
+    """Decodes, cut into one row for each pair of a request and a block it sees, in the order of the calls."""
 
-    rows: Tensor
-    """Int64 [number]: their rows in the step."""
-    first: int
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class One:
-    """One request: rows ``[start, stop)`` of the step, over ``context`` tokens in ``blocks``."""
-
-    start: int
-    stop: int
-    context: int
-    blocks: tuple[int, ...]
+    queries: Tensor
+    """Int64 [rows]: the row of the step that holds the query."""
+    runs: tuple[tuple[int, int, int], ...]
+    """(first row, number of rows, first block) of each call: its blocks are neighbours."""
+    mask: Tensor
+    """Float [rows, 1, 1, block_size]: 0 where the query may look, -inf where it may not."""
+    parts: Tensor
+    """Int64 [decodes, most blocks]: the rows of each request, 0 past its end."""
+    missing: Tensor
+    """Float [decodes, most blocks, 1, 1]: 0 for a row, -inf past the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a step is cut into calls; made once, used by every layer."""
 
-    batches: tuple[Rows, ...]
-    singles: tuple[One, ...]
-    device: torch.device
-    masks: dict[tuple[object, int | None], Tensor] = field(default_factory=dict)
+    block_size: int
+    decodes: tuple[Span, ...]
+    spans: tuple[tuple[int, Span], ...]
+    """(number of new tokens, where and what)."""
+    made: dict[tuple[object, int | None], object] = field(default_factory=dict)
+    """What the first layer of each window works out, for the others."""
 
-    def mask(self, of: object, window: int | None, make: Callable[[], Tensor]) -> Tensor:
-        """Return the additive mask of a call, made by the first layer that needs it."""
-        if (of, window) not in self.masks:
-            self.masks[of, window] = make()
-        return self.masks[of, window]
+    def once(self, of: object, window: int | None, make: Callable[[], object]) -> object:
+        """Return what ``make`` returned the first time."""
+        if (of, window) not in self.made:
+            self.made[of, window] = make()
+        return self.made[of, window]
 
 
 def plan(
@@ -62,93 +68,137 @@ def plan(
     device: torch.device,
 ) -> Plan:
     """Cut a step into calls. Arguments have one entry for each request, in the order of its rows."""
-    lone: list[tuple[int, int, int]] = []  # (block, row, context) of decodes with one block
-    singles: list[One] = []
+    decodes: list[Span] = []
+    spans: list[tuple[int, Span]] = []
     row = 0
     for size, context, table in zip(query_lens, context_lens, block_tables, strict=True):
-        if size == 1 and context <= block_size:
-            lone.append((table[0], row, context))
+        span = (row, context, table[: -(-context // block_size)])
+        if size == 1 and device.type == "cpu":
+            decodes.append(span)
         else:
-            singles.append(One(row, row + size, context, tuple(table[: -(-context // block_size)])))
+            spans.append((size, span))
         row += size
-    lone.sort()
-    batches: list[Rows] = []
-    start = 0
-    for stop in range(1, len(lone) + 1):
-        if stop == len(lone) or lone[stop][0] != lone[stop - 1][0] + 1:
-            part = lone[start:stop]
-            rows = torch.tensor([row for _, row, _ in part], dtype=torch.int64, device=device)
-            batches.append(Rows(rows, part[0][0], tuple(context for _, _, context in part)))
-            start = stop
-    return Plan(tuple(batches), tuple(singles), device)
+    return Plan(block_size, tuple(decodes), tuple(spans))
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None) -> Tensor:
     """See ``reference.attend``; the plan stands for its three index tensors."""
+    if plan.decodes:
+        rows = plan.once("rows", window, lambda: _cut(plan, window, query.dtype))
+        assert isinstance(rows, Rows)
+        decoded = _attend_rows(query, keys, values, rows, scale)
+        if not plan.spans:
+            return decoded
     out = torch.empty_like(query)
-    for batch in plan.batches:
-        out[batch.rows] = _attend_rows(query, keys, values, batch, plan, scale, window)
-    for one in plan.singles:
-        out[one.start : one.stop] = _attend_one(query, keys, values, one, plan, scale, window)
+    if plan.decodes:
+        out[[row for row, _, _ in plan.decodes]] = decoded
+    for size, span in plan.spans:
+        out[span[0] : span[0] + size] = _attend_span(query, keys, values, size, span, plan, scale, window)
     return out
 
 
-def _attend_rows(
-    query: Tensor, keys: Tensor, values: Tensor, batch: Rows, plan: Plan, scale: float, window: int | None
+def _cut(plan: Plan, window: int | None, dtype: torch.dtype) -> Rows:
+    """Cut decodes into rows, ordered so that as many neighbouring blocks as possible follow each other."""
+    size = plan.block_size
+    pieces: list[tuple[int, int, int, int, int]] = []
+    copies: Counter[int] = Counter()  # a block that several requests share has a row for each of them
+    for owner, (_, context, table) in enumerate(plan.decodes):
+        oldest = 0 if window is None else max(0, context - window)
+        for place in range(oldest // size, len(table)):
+            block, start = table[place], place * size
+            pieces.append((copies[block], block, owner, oldest - start, context - start))
+            copies[block] += 1
+    pieces.sort()
+    runs: list[tuple[int, int, int]] = []
+    for row, (copy, block, *_) in enumerate(pieces):
+        if row and pieces[row - 1][:2] == (copy, block - 1):
+            first_row, number, first_block = runs.pop()
+            runs.append((first_row, number + 1, first_block))
+        else:
+            runs.append((row, 1, block))
+    rows_of: list[list[int]] = [[] for _ in plan.decodes]
+    for row, (_, _, owner, _, _) in enumerate(pieces):
+        rows_of[owner].append(row)
+    most = max(map(len, rows_of))
+    parts = torch.tensor([rows + [-1] * (most - len(rows)) for rows in rows_of])
+    places = torch.arange(size)
+    first, stop = torch.tensor([piece[3:] for piece in pieces]).T[:, :, None]
+    return Rows(
+        queries=torch.tensor([plan.decodes[owner][0] for _, _, owner, _, _ in pieces]),
+        runs=tuple(runs),
+        mask=_additive((places < first) | (places >= stop), dtype)[:, None, None],
+        parts=parts.clamp(min=0),
+        missing=_additive(parts < 0, torch.float32)[..., None, None],
+    )
+
+
+def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> Tensor:
+    """Attend each row to its block, and put together what belongs together."""
+    heads, head_dim = query.shape[1:]
+    kv_heads = keys.shape[2]
+    q = query[rows.queries].view(-1, kv_heads, heads // kv_heads, head_dim)
+    pieces = []
+    for row, number, block in rows.runs:
+        k, v = (cache[block : block + number].transpose(1, 2) for cache in (keys, values))
+        mask = rows.mask[row : row + number]
+        pieces.append(_sdpa_with_sums(q[row : row + number], k, v, attn_mask=mask, scale=scale))
+    out, sums = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+    if rows.parts.shape[1] == 1:
+        out = out[rows.parts[:, 0]]
+    else:
+        weights = (sums[rows.parts] + rows.missing).softmax(1)  # [decodes, most blocks, kv_heads, group]
+        out = (out[rows.parts] * weights[..., None]).sum(1).to(query.dtype)
+    return out.reshape(-1, heads, head_dim)
+
+
+_sdpa_with_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""What ``scaled_dot_product_attention`` runs on a CPU; it also returns each row's logarithm of the sum of
+exponentials, [batch, heads, queries]."""
+
+
+def _attend_span(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    size: int,
+    span: Span,
+    plan: Plan,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    number, longest = len(batch.lengths), max(batch.lengths)
-    heads, kv_heads, head_dim = query.shape[1], keys.shape[2], query.shape[2]
-    q = query[batch.rows].view(number, kv_heads, heads // kv_heads, head_dim)
-    k, v = (cache[batch.first : batch.first + number, :longest].transpose(1, 2) for cache in (keys, values))
+    """Attend the ``size`` new tokens of one request to all its tokens."""
+    start, context, table = span
+    oldest = 0 if window is None else max(0, context - size + 1 - window)  # no row sees older tokens
+    k, v = (_tokens(cache, table, oldest, context) for cache in (keys, values))
+    q = query[start : start + size].transpose(0, 1)[None]
+    whole = size == context and (window is None or window >= size)
 
     def make() -> Tensor:
-        ages = torch.tensor(batch.lengths, device=plan.device)[:, None] - 1 - torch.arange(longest, device=plan.device)
-        return _additive(ages, window, query.dtype)[:, None, None]  # [number, 1, 1, longest]
+        places = torch.arange(oldest, context, device=query.device)
+        ages = places[context - size - oldest :, None] - places  # how far back each key lies
+        return _additive((ages < 0) if window is None else (ages < 0) | (ages >= window), query.dtype)
 
-    mask = None
-    if min(batch.lengths) != longest or (window is not None and longest > window):
-        mask = plan.mask(("rows", batch.first), window, make)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.reshape(number, heads, head_dim)
-
-
-def _attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, one: One, plan: Plan, scale: float, window: int | None
-) -> Tensor:
-    size = one.stop - one.start
-    first = 0 if window is None else max(0, one.context - size + 1 - window)  # older tokens no row can see
-    k, v = (_tokens(cache, one, first) for cache in (keys, values))
-    heads, kv_heads, head_dim = query.shape[1], keys.shape[2], query.shape[2]
-    q = query[one.start : one.stop]
-    if size == 1:
-        q = q.view(1, kv_heads, heads // kv_heads, head_dim)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).reshape(1, heads, head_dim)
-
-    def make() -> Tensor:
-        places = torch.arange(first, one.context, device=plan.device)
-        return _additive(places[one.context - size - first :, None] - places, window, query.dtype)
-
-    q = q.transpose(0, 1)[None]
-    whole = size == one.context and (window is None or window >= size)
-    mask = None if whole else plan.mask(("one", one.start), window, make)
+    mask = None if whole else plan.once(start, window, make)
+    assert mask is None or isinstance(mask, Tensor)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-def _tokens(cache: Tensor, one: One, first: int) -> Tensor:
-    """Return tokens ``[first, context)`` of a request as [1, kv_heads, tokens, head_dim]: a view if its blocks
-    are neighbours, else a copy."""
+def _tokens(cache: Tensor, table: Sequence[int], first: int, stop: int) -> Tensor:
+    """Return tokens ``[first, stop)`` of a request as [1, kv_heads, tokens, head_dim].
+
+    A view if its blocks are neighbours, else a copy.
+    """
     size = cache.shape[1]
-    blocks = one.blocks[first // size :]
-    skip, stop = first % size, one.context - first // size * size
-    if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
+    skipped = first // size
+    blocks = list(table[skipped:])
+    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
         flat = cache[blocks[0] : blocks[-1] + 1].flatten(0, 1)
     else:
-        flat = cache[list(blocks)].flatten(0, 1)
-    return flat[skip:stop].transpose(0, 1)[None]
+        flat = cache[blocks].flatten(0, 1)
+    return flat[first - skipped * size : stop - skipped * size].transpose(0, 1)[None]
 
 
-def _additive(ages: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Turn "how many tokens back" into 0 where a row may look and -inf where it may not."""
-    hidden = ages < 0 if window is None else (ages < 0) | (ages >= window)
-    return torch.zeros(ages.shape, dtype=dtype, device=ages.device).masked_fill_(hidden, -torch.inf)
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn "must not look" into -inf and the rest into 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -26,9 +26,10 @@ def fits(weight: Tensor) -> bool:
 def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return the layer as a function of its float32 input; holds the weight in FBGEMM's own layout."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+    multiply = torch.ops.quantized.linear_dynamic_fp16.default
 
     def product(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
+        out: Tensor = multiply(x, packed)
         return out
 
     return product

@@ -26,12 +26,13 @@ def available(dtype: torch.dtype) -> bool:
 def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return the layer as a function of its input; holds a copy of the weight in oneDNN's own layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def product(x: Tensor) -> Tensor:
         rows = x.shape[0]
         if 0 < rows < FEWEST_ROWS:
             x = F.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        out: Tensor = multiply(x, packed, bias, "none", [], "")
         return out[:rows]
 
     return product

@@ -14,7 +14,7 @@ def rms_norm(
     float32 inside; one rounding to the type of ``x`` before the scaling, as Llama's own code does, and one after.
     """
     wide = x if x.dtype is torch.float64 else x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) / x.shape[-1] + eps)
     return (wide * scale).to(x.dtype) * weight
 
 
