@@ -148,6 +148,7 @@ def cache_blocks(config: EngineConfig, facts: Plan, *, still_to_load: int = 0) -
 
 def _spare_bytes(config: EngineConfig, facts: Plan) -> int:
     if facts.device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier engine of this process gave back is free too
         free, total = torch.cuda.mem_get_info(facts.device)
         widest = max(
             facts.model.hidden_size,

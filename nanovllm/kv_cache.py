@@ -15,7 +15,9 @@ class KVCache:
 
     def __init__(self, data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"]) -> None:
         self.data = data
-        self._layers = [(layer[0], layer[1]) for layer in data]  # views made once: a step asks for each of them
+        # views made once: every step asks for each of them
+        self._layers = [(layer[0], layer[1]) for layer in data]
+        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
 
     @classmethod
     def allocate(
@@ -45,6 +47,12 @@ class KVCache:
     ]:
         """Return the keys and the values of one layer, as views."""
         return self._layers[layer]
+
+    def slots(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "slots kv_heads head_dim"], Float[Tensor, "slots kv_heads head_dim"]]:
+        """Return the same without the cut into blocks: slot = block * block_size + offset."""
+        return self._slots[layer]
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

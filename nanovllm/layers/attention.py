@@ -1,11 +1,12 @@
 """Self-attention over the paged cache."""
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
+from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles
@@ -13,7 +14,7 @@ from nanovllm.ops.rotary import rotate
 from nanovllm.ops.store_kvcache import store_kvcache
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Write this step's keys and values to the cache, then attend over all of each request.
 
     ``norm`` is the kind of norm that each query and key head goes through before the rotation (Qwen3, Gemma 3);
@@ -54,8 +55,8 @@ class Attention(nn.Module):
         else:
             qk = rotate(qk, *angles)
             q, k = qk[:, : self.heads], qk[:, self.heads :]
+        store_kvcache(k, v, *cache.slots(self.layer), batch.slot_mapping)
         keys, values = cache.layer(self.layer)
-        store_kvcache(k, v, keys.flatten(0, 1), values.flatten(0, 1), batch.slot_mapping)
         out = batch.attend(q, keys, values, batch.plan, self.scale, self.window)
         added: Tensor = self.o_proj(out.flatten(1))
         return added

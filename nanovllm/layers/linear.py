@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from nanovllm.layers.base import Layer
 from nanovllm.ops.linear import prepare
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """x weight^T + bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
@@ -46,7 +47,7 @@ class MergedLinear(Linear):
         self.parts = parts
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Token ids to vectors."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
@@ -69,7 +70,7 @@ class Embedding(nn.Module):
         return self.weight.data.to(self._dtype)
 
 
-class Head(nn.Module):
+class Head(Layer):
     """Hidden states to logits. One that is tied to an embedding has no parameter of its own."""
 
     def __init__(self, width: int, vocab_size: int, tied: Embedding | None) -> None:

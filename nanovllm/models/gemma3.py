@@ -14,6 +14,7 @@ from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
@@ -28,7 +29,7 @@ class GemmaNorm(RMSNorm):
         self.weight.data += 1.0
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and feed-forward, each between two norms."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -52,7 +53,7 @@ class DecoderLayer(nn.Module):
         return x
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Scaled embedding, layers of two kinds, final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -74,7 +75,7 @@ class Decoder(nn.Module):
         return hidden
 
 
-class Gemma3(nn.Module):
+class Gemma3(Layer):
     """The whole model."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

@@ -12,13 +12,14 @@ from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
     The addition of a block's result is left to the norm that follows it, so that the two are one pass over memory.
@@ -49,7 +50,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Embedding, layers, final norm. Parameters are named as in ``model.*`` of a checkpoint."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
@@ -68,7 +69,7 @@ class Decoder(nn.Module):
         return hidden
 
 
-class Llama(nn.Module):
+class Llama(Layer):
     """The whole model. Families that differ in their attention alone override ``attention``."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

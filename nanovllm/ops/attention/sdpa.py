@@ -30,16 +30,18 @@ Span = tuple[int, int, Sequence[int]]
 class Rows:
     """Decodes, cut into one row for each pair of a request and a block it sees, in the order of the calls."""
 
-    queries: Tensor
-    """Int64 [rows]: the row of the step that holds the query."""
+    queries: Tensor | None
+    """Int64 [rows]: the row of the step that holds the query; None if they are the step's rows, in order."""
     runs: tuple[tuple[int, int, int], ...]
     """(first row, number of rows, first block) of each call: its blocks are neighbours."""
     mask: Tensor
     """Float [rows, 1, 1, block_size]: 0 where the query may look, -inf where it may not."""
-    parts: Tensor
-    """Int64 [decodes, most blocks]: the rows of each request, 0 past its end."""
-    missing: Tensor
-    """Float [decodes, most blocks, 1, 1]: 0 for a row, -inf past the end."""
+    most: int
+    """Most rows of any one request."""
+    parts: Tensor | None
+    """Int64 [decodes, most]: the rows of each request, 0 past its end; None if that is 0, 1, 2, ..."""
+    missing: Tensor | None
+    """Float [decodes, most, 1, 1]: 0 for a row, -inf past the end; None if all requests have as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,14 @@ def _cut(plan: Plan, window: int | None, dtype: torch.dtype) -> Rows:
     parts = torch.tensor([rows + [-1] * (most - len(rows)) for rows in rows_of])
     places = torch.arange(size)
     first, stop = torch.tensor([piece[3:] for piece in pieces]).T[:, :, None]
+    queries = [plan.decodes[owner][0] for _, _, owner, _, _ in pieces]
     return Rows(
-        queries=torch.tensor([plan.decodes[owner][0] for _, _, owner, _, _ in pieces]),
+        queries=None if not plan.spans and queries == list(range(len(queries))) else torch.tensor(queries),
         runs=tuple(runs),
         mask=_additive((places < first) | (places >= stop), dtype)[:, None, None],
-        parts=parts.clamp(min=0),
-        missing=_additive(parts < 0, torch.float32)[..., None, None],
+        most=most,
+        parts=None if parts.flatten().tolist() == list(range(parts.numel())) else parts.clamp(min=0),
+        missing=None if bool((parts >= 0).all()) else _additive(parts < 0, torch.float32)[..., None, None],
     )
 
 
@@ -136,18 +140,20 @@ def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale:
     """Attend each row to its block, and put together what belongs together."""
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[2]
-    q = query[rows.queries].view(-1, kv_heads, heads // kv_heads, head_dim)
+    q = (query if rows.queries is None else query[rows.queries]).view(-1, kv_heads, heads // kv_heads, head_dim)
     pieces = []
     for row, number, block in rows.runs:
-        k, v = (cache[block : block + number].transpose(1, 2) for cache in (keys, values))
-        mask = rows.mask[row : row + number]
-        pieces.append(_sdpa_with_sums(q[row : row + number], k, v, attn_mask=mask, scale=scale))
+        part = q if len(rows.runs) == 1 else q[row : row + number]
+        k, v = keys[block : block + number].transpose(1, 2), values[block : block + number].transpose(1, 2)
+        pieces.append(_sdpa_with_sums(part, k, v, attn_mask=rows.mask[row : row + number], scale=scale))
     out, sums = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-    if rows.parts.shape[1] == 1:
-        out = out[rows.parts[:, 0]]
+    if rows.parts is not None:
+        out, sums = out[rows.parts], sums[rows.parts]  # [decodes, most, kv_heads, group, ...]
     else:
-        weights = (sums[rows.parts] + rows.missing).softmax(1)  # [decodes, most blocks, kv_heads, group]
-        out = (out[rows.parts] * weights[..., None]).sum(1).to(query.dtype)
+        out, sums = out.unflatten(0, (-1, rows.most)), sums.unflatten(0, (-1, rows.most))
+    if rows.most > 1:
+        weights = (sums if rows.missing is None else sums + rows.missing).softmax(1)
+        out = (out * weights[..., None]).sum(1).to(query.dtype)
     return out.reshape(-1, heads, head_dim)
 
 

@@ -2,7 +2,8 @@
 
 ``F.linear`` on a plain float32 weight picks another MKL kernel for each small number of rows: slow ones, and with
 results that differ in the last bit, so that a request's tokens depend on its neighbours. Packed for 32 rows, every
-row count tried gives bit for bit the same row; packed for 1 row, the single row differs (docs/log.md).
+row count tried gives bit for bit the same row in float32; packed for 1 row, the single row differs (docs/log.md).
+In bfloat16 that depends on the processor.
 """
 
 from collections.abc import Callable
