@@ -18,7 +18,6 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kv_cache import KVCache, bytes_per_token
 from nanovllm.loader import build_model, draw_weights, load_weights
 from nanovllm.model_runner import ModelRunner
-from nanovllm.models import find_model
 from nanovllm.ops.attention import find_backend
 from nanovllm.scheduler import Scheduler
 from nanovllm.tokenizer import Detokenizer, Tokenizer
@@ -118,13 +117,6 @@ def build(config: EngineConfig) -> Built:
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
     )
     return Built(engine, tokenizer, facts, checkpoint.generation_config)
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """How many numbers the model's weights are; a tied head counts once."""
-    with torch.device("meta"):
-        shell = find_model(model.architecture)(model, model.max_position_embeddings)
-    return sum(parameter.numel() for parameter in shell.parameters())
 
 
 def cache_blocks(config: EngineConfig, facts: Plan, *, still_to_load: int = 0) -> int:

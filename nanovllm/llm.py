@@ -10,12 +10,10 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.build import Built, build, cache_blocks, count_parameters, plan
-from nanovllm.checkpoint import open_checkpoint
+from nanovllm.build import Built, build
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.kv_cache import bytes_per_token
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
 from nanovllm.request import Request
@@ -295,27 +293,3 @@ class LLM:
         if self._built is not None:
             for request in requests:
                 self._built.engine.abort(request.request_id)
-
-
-def describe(model: str | os.PathLike[str], **options: Any) -> dict[str, object]:
-    """Return the facts of a model under these options without loading its weights."""
-    config = EngineConfig.from_options(model, options)
-    checkpoint = open_checkpoint(
-        config.model, revision=config.revision, download_dir=config.download_dir, token=config.hf_token
-    )
-    facts = plan(config, checkpoint)
-    parameters = count_parameters(facts.model)
-    weight_bytes = parameters * facts.storage.itemsize
-    return {
-        "model": config.model,
-        "architecture": facts.model.architecture,
-        "parameters": parameters,
-        "weight_bytes": weight_bytes,
-        "dtype": str(facts.dtype).removeprefix("torch."),
-        "weights_held_in": str(facts.storage).removeprefix("torch."),
-        "device": str(facts.device),
-        "max_model_len": facts.max_model_len,
-        "block_size": facts.block_size,
-        "bytes_per_token": bytes_per_token(facts.model, facts.dtype),
-        "cache_tokens": cache_blocks(config, facts, still_to_load=weight_bytes) * facts.block_size,
-    }

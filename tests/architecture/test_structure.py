@@ -96,7 +96,7 @@ def test_imports_point_downwards(path):
     if here == "nanovllm":
         assert not used & set(ROOMS)
     elif here == "cli":
-        assert used <= {"nanovllm", "errors", "llm", "build"}, "the command line uses the public names"
+        assert not used & set(ROOMS), "rooms do not know each other"
     elif here == "ops":
         assert used <= {"errors"}, "operations take tensors and numbers"
     elif here in ROOMS:
@@ -285,6 +285,8 @@ TINY = {
 
 GENERATE = """
 import json, sys
+# an editable installation has a finder that would bring the deleted rooms back
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
 from nanovllm import LLM, CheckpointError, SamplingParams
 
 options = dict(load_format="dummy", skip_tokenizer_init=True, dtype="float32", device="cpu", num_gpu_blocks_override=8)
