@@ -1,12 +1,11 @@
 """Self-attention over the paged cache."""
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles
@@ -14,7 +13,7 @@ from nanovllm.ops.rotary import rotate
 from nanovllm.ops.store_kvcache import store_kvcache
 
 
-class Attention(Layer):
+class Attention(nn.Module):
     """Write this step's keys and values to the cache, then attend over all of each request.
 
     ``norm`` is the kind of norm that each query and key head goes through before the rotation (Qwen3, Gemma 3);

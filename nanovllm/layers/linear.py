@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from nanovllm.layers.base import Layer
 from nanovllm.ops.linear import prepare
 
 
-class Linear(Layer):
+class Linear(nn.Module):
     """x weight^T + bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
@@ -47,7 +46,7 @@ class MergedLinear(Linear):
         self.parts = parts
 
 
-class Embedding(Layer):
+class Embedding(nn.Module):
     """Token ids to vectors."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
@@ -70,7 +69,7 @@ class Embedding(Layer):
         return self.weight.data.to(self._dtype)
 
 
-class Head(Layer):
+class Head(nn.Module):
     """Hidden states to logits. One that is tied to an embedding has no parameter of its own."""
 
     def __init__(self, width: int, vocab_size: int, tied: Embedding | None) -> None:

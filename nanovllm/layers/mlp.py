@@ -1,16 +1,15 @@
 """The gated feed-forward block."""
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.ops.activation import ACTIVATIONS, gate_times_up
 
 
-class MLP(Layer):
+class MLP(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -4,11 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nanovllm.layers.base import Layer
 from nanovllm.ops.rms_norm import add_rms_norm, rms_norm
 
 
-class RMSNorm(Layer):
+class RMSNorm(nn.Module):
     """Normalise rows; with a residual, add it first and also return the sum."""
 
     def __init__(self, width: int, eps: float) -> None:

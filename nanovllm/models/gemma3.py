@@ -14,7 +14,6 @@ from nanovllm.config import ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
@@ -29,7 +28,7 @@ class GemmaNorm(RMSNorm):
         self.weight.data += 1.0
 
 
-class DecoderLayer(Layer):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each between two norms."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -53,7 +52,7 @@ class DecoderLayer(Layer):
         return x
 
 
-class Decoder(Layer):
+class Decoder(nn.Module):
     """Scaled embedding, layers of two kinds, final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -75,7 +74,7 @@ class Decoder(Layer):
         return hidden
 
 
-class Gemma3(Layer):
+class Gemma3(nn.Module):
     """The whole model."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

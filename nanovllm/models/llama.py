@@ -12,14 +12,13 @@ from nanovllm.batch import Batch
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.base import Layer
 from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
 
 
-class DecoderLayer(Layer):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
     The addition of a block's result is left to the norm that follows it, so that the two are one pass over memory.
@@ -50,7 +49,7 @@ class DecoderLayer(Layer):
         return self.mlp(x), residual
 
 
-class Decoder(Layer):
+class Decoder(nn.Module):
     """Embedding, layers, final norm. Parameters are named as in ``model.*`` of a checkpoint."""
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer]) -> None:
@@ -69,7 +68,7 @@ class Decoder(Layer):
         return hidden
 
 
-class Llama(Layer):
+class Llama(nn.Module):
     """The whole model. Families that differ in their attention alone override ``attention``."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
