@@ -14,7 +14,7 @@ from nanovllm.gguf.architectures import (
     read_config,
     tensor_name,
 )
-from nanovllm.gguf.dequantize import check_type, dequantize
+from nanovllm.gguf.dequantize import PLAIN, check_type, dequantize
 from nanovllm.gguf.reader import GGUFFile
 from nanovllm.gguf.tokenizer import build_tokenizer
 from nanovllm.tokenizer import TokenizerParts
@@ -50,6 +50,9 @@ class GGUFCheckpoint:
         self._names = self._translate_names()
         for tensor in self._file.tensors.values():
             check_type(tensor, str(path))
+        stored = {tensor.kind.name for tensor in self._file.tensors.values() if len(tensor.shape) > 1}
+        if len(stored) == 1 and stored <= set(PLAIN):  # else it is quantised and has no such type
+            self.config["torch_dtype"] = str(PLAIN[stored.pop()]).removeprefix("torch.")
         if ROPE_FACTORS in self._file.tensors:
             self.config["rope_scaling"] = self._rope_factors()
         self.generation_config = self._read_generation_config()

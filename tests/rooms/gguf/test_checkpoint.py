@@ -98,6 +98,17 @@ def test_output_tensor_unties_the_embedding(write_gguf, make):
     assert torch.equal(found["lm_head.weight"], 2 * found["model.embed_tokens.weight"])
 
 
+@pytest.mark.parametrize(("kind", "named"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", None)])
+def test_a_file_of_one_plain_type_names_it(write_gguf, make, kind, named):
+    weights, kinds = make.tensors("llama"), {}
+    for name, values in weights.items():
+        if values.ndim > 1 and (kind != "Q8_0" or values.shape[1] % 32 == 0):
+            kinds[name] = gguf.GGMLQuantizationType[kind]
+            weights[name] = gguf.quants.quantize(values, kinds[name])
+    checkpoint = GGUFCheckpoint(write_gguf(make.model("llama"), weights, kinds))
+    assert checkpoint.config.get("torch_dtype") == named
+
+
 def test_gemma_layers_alternate(write_gguf, make):
     facts = {"attention__sliding_window": 16, "rope__freq_base": 1e6, "block_count": 13}
     config = GGUFCheckpoint(write_gguf(make.model("gemma3", **facts), make.tensors("gemma3"))).config
