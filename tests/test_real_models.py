@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 
@@ -62,3 +63,21 @@ def test_prompts_of_one_call_do_not_change_each_other(smollm2_path: Path) -> Non
         outputs = llm.generate(prompts * 3, GREEDY, use_tqdm=False)
         assert [output.token_ids for output in outputs] == expected * 3
         assert llm.llm_engine.scheduler.num_preemptions > 0, "the pool was meant to be too small for all"
+
+
+@pytest.mark.slow
+def test_alone_and_together_agree_to_the_last_bit(smollm2_path: Path, request: pytest.FixtureRequest) -> None:
+    """As long as no prompt is cut: rows of linear layers and of a decode's attention do not know each other.
+
+    On one thread: on several, MKL's small products inside attention differ in the last bit by the thread that runs them.
+    """
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    torch.set_num_threads(1)
+    prompts = [sample["prompt_token_ids"] for sample in samples("smollm2")] + [list(range(100, 230))]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
+    with LLM(smollm2_path, use_tqdm_on_load=False, enable_prefix_caching=False) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        together = [output.outputs[0] for output in llm.generate(prompts[::-1], params, use_tqdm=False)][::-1]
+    assert [output.token_ids for output in alone] == [output.token_ids for output in together]
+    assert [output.logprobs for output in alone] == [output.logprobs for output in together]

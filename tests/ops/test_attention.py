@@ -243,3 +243,26 @@ def test_query_rows_may_be_a_slice_of_the_projection(name):
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"attention_backend is 'flash'.*sdpa"):
         find_backend("flash", "cpu")
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_decode_has_the_same_bits_alone_and_in_company(window):
+    """Each row's sums run over one block, so neither the number of rows nor the neighbours' lengths change them."""
+    torch.manual_seed(3)
+    keys, values = torch.randn(2, 24, 16, 3, 64).unbind()
+    contexts = [1, 15, 16, 17, 40, 64, 65, 33]
+    blocks = iter(torch.randperm(24).tolist() * 2)
+    tables = [[next(blocks) for _ in range(-(-context // 16))] for context in contexts]
+    query = torch.randn(len(contexts), 9, 64)
+
+    sdpa = find_backend("sdpa", "cpu")
+
+    def decode(rows: list[int]) -> torch.Tensor:
+        device = torch.device("cpu")
+        step = sdpa.plan([1] * len(rows), [contexts[row] for row in rows], [tables[row] for row in rows], 16, device)
+        return sdpa.attend(query[rows], keys, values, step, 0.125, window)
+
+    together = decode(list(range(len(contexts))))
+    for row in range(len(contexts)):
+        assert torch.equal(decode([row])[0], together[row])
+    assert torch.equal(decode([5, 2, 7])[1], together[2])

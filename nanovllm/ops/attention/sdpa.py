@@ -7,8 +7,9 @@ are computed block by block, where the cache itself is the batch of one call and
                           B   [ 3 5 ]                            query  A    B    A    B
 
 Each row attends to its block alone; then the pieces of a request are weighted by their sums of exponentials
-(FlashDecoding, Dao et al. 2023). A row's arithmetic has the shape of a block, whatever the other rows are, so that a
-decode gives the same bits alone and in company. Spans of several tokens are computed one request after another.
+(FlashDecoding, Dao et al. 2023). A row's arithmetic has the shape of a block, whatever the other rows are: on one
+thread a decode gives the same bits alone and in company, on several MKL changes the last one now and then. Spans of
+several tokens are computed one request after another.
 """
 
 from collections import Counter
