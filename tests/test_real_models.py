@@ -69,7 +69,8 @@ def test_prompts_of_one_call_do_not_change_each_other(smollm2_path: Path) -> Non
 def test_alone_and_together_agree_to_the_last_bit(smollm2_path: Path, request: pytest.FixtureRequest) -> None:
     """As long as no prompt is cut: rows of linear layers and of a decode's attention do not know each other.
 
-    On one thread: on several, MKL's small products inside attention differ in the last bit by the thread that runs them.
+    On one thread: on several, MKL's small products inside attention differ in the last bit by the thread that runs
+    them.
     """
     threads = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(threads))

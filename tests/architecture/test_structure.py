@@ -34,7 +34,7 @@ ROOMS = [
 ENTRANCES = {"nanovllm": "__init__.py", "cli": "__main__.py"}
 """Files at the top that are no part: public names, and the door of the command line."""
 
-CODE_LINES, FILE_LINES = 2600, 300
+CODE_LINES, FILE_LINES = 2750, 300
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -183,7 +183,8 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 def unsafe(tree):
     """(line, what) of whatever could run code that came with a model or over a wire."""
     for module, node in imports(tree):
-        if module.split(".")[0] in UNSAFE_MODULES or module == "importlib.util":
+        finds_only = isinstance(node, ast.ImportFrom) and [alias.name for alias in node.names] == ["find_spec"]
+        if module.split(".")[0] in UNSAFE_MODULES or (module == "importlib.util" and not finds_only):
             yield node.lineno, module
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -213,6 +214,7 @@ def test_nothing_runs_code_that_came_with_a_model(path):
         "eval('1')", "exec(text)", "__import__('os')", "yaml.load(text)", "os.system(text)", "run(text, shell=True)",
         "torch.load(path)", "torch.load(path, weights_only=False)", "torch.load(path, weights_only=flag)",
         "numpy.load(path, allow_pickle=True)", "from importlib.util import spec_from_file_location",
+        "from importlib.util import find_spec, module_from_spec", "import importlib.util",
     ],
 )  # fmt: skip
 def test_the_scan_for_unsafe_code_finds_it(source):
@@ -221,6 +223,7 @@ def test_the_scan_for_unsafe_code_finds_it(source):
 
 def test_the_scan_for_unsafe_code_allows_the_safe():
     safe = "import re\nre.compile('a')\ntorch.load(path, weights_only=True)\nmodel.eval()\njson.loads(text)\n"
+    safe += "from importlib.util import find_spec\n"
     assert list(unsafe(ast.parse(safe))) == []
 
 

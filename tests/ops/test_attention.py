@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import BACKENDS, find_backend, reference
+from nanovllm.ops.attention import find_backend, reference
+
+BACKENDS = ("sdpa",)
+"""Those that run on a CPU as they are; ``test_attention_kernel`` has Triton's."""
 
 # Probabilities times values of unit size, summed in float32 in another order; the 16-bit types round the scores or
 # the probabilities once more than the reference does (vLLM allows its kernels 1.5e-2 in bfloat16).

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.ops.store_kvcache import store_kvcache
+from nanovllm.ops.store_kvcache import reference, store_kvcache
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -50,3 +50,14 @@ def test_rows_may_be_slices_of_one_projection():
         assert torch.equal(data[0, slot // 4, slot % 4], key[row])
         assert torch.equal(data[1, slot // 4, slot % 4], value[row])
     assert int((data[0].abs().sum((2, 3)) > 0).sum()) == 5
+
+
+def test_rows_of_padding_write_nothing():
+    keys, values = torch.full((2, 3, 1, 2), torch.nan)
+    key = torch.arange(8.0).view(4, 1, 2)
+    reference.store_kvcache(key, -key, keys, values, torch.tensor([-1, 2, -1, 0]))
+    assert torch.equal(keys[[2, 0]], key[[1, 3]])
+    assert torch.equal(values[[2, 0]], -key[[1, 3]])
+    assert keys[1].isnan().all()
+    reference.store_kvcache(key, key, keys, values, torch.full((4,), -1))
+    assert torch.equal(values[[2, 0]], -key[[1, 3]])

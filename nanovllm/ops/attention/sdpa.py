@@ -33,8 +33,8 @@ class Rows:
 
     queries: Tensor | None
     """Int64 [rows]: the row of the step that holds the query; None if they are the step's rows, in order."""
-    runs: tuple[tuple[int, int, int], ...]
-    """(first row, number of rows, first block) of each call: its blocks are neighbours."""
+    runs: tuple[tuple[int, int, int, int], ...]
+    """(first row, number of rows, first block, step) of each call: its blocks lie equally far apart."""
     mask: Tensor
     """Float [rows, 1, 1, block_size]: 0 where the query may look, -inf where it may not."""
     most: int
@@ -101,7 +101,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float
 
 
 def _cut(plan: Plan, window: int | None, dtype: torch.dtype) -> Rows:
-    """Cut decodes into rows, ordered so that as many neighbouring blocks as possible follow each other."""
+    """Cut decodes into rows, ordered by block, so that few calls take them all."""
     size = plan.block_size
     pieces: list[tuple[int, int, int, int, int]] = []
     copies: Counter[int] = Counter()  # a block that several requests share has a row for each of them
@@ -112,13 +112,15 @@ def _cut(plan: Plan, window: int | None, dtype: torch.dtype) -> Rows:
             pieces.append((copies[block], block, owner, oldest - start, context - start))
             copies[block] += 1
     pieces.sort()
-    runs: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
     for row, (copy, block, *_) in enumerate(pieces):
-        if row and pieces[row - 1][:2] == (copy, block - 1):
-            first_row, number, first_block = runs.pop()
-            runs.append((first_row, number + 1, first_block))
-        else:
-            runs.append((row, 1, block))
+        if row and pieces[row - 1][0] == copy:
+            first_row, number, first_block, step = runs[-1]
+            ahead = block - pieces[row - 1][1]
+            if number == 1 or ahead == step:  # two blocks are a run, wherever they lie
+                runs[-1] = (first_row, number + 1, first_block, ahead)
+                continue
+        runs.append((row, 1, block, 1))
     rows_of: list[list[int]] = [[] for _ in plan.decodes]
     for row, (_, _, owner, _, _) in enumerate(pieces):
         rows_of[owner].append(row)
@@ -142,19 +144,22 @@ def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale:
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[2]
     q = (query if rows.queries is None else query[rows.queries]).view(-1, kv_heads, heads // kv_heads, head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     pieces = []
-    for row, number, block in rows.runs:
-        part = q if len(rows.runs) == 1 else q[row : row + number]
-        k, v = keys[block : block + number].transpose(1, 2), values[block : block + number].transpose(1, 2)
-        pieces.append(_sdpa_with_sums(part, k, v, attn_mask=rows.mask[row : row + number], scale=scale))
+    for row, number, block, step in rows.runs:
+        everything = number == q.shape[0]
+        part, mask = (q, rows.mask) if everything else (q[row : row + number], rows.mask[row : row + number])
+        blocks = slice(block, block + number * step, step)
+        k, v = keys[blocks], values[blocks]
+        pieces.append(_sdpa_with_sums(part, k, v, attn_mask=mask, scale=scale))
     out, sums = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
     if rows.parts is not None:
         out, sums = out[rows.parts], sums[rows.parts]  # [decodes, most, kv_heads, group, ...]
-    else:
-        out, sums = out.unflatten(0, (-1, rows.most)), sums.unflatten(0, (-1, rows.most))
+    elif rows.most > 1:
+        out, sums = (piece.view(-1, rows.most, *piece.shape[1:]) for piece in (out, sums))
     if rows.most > 1:
         weights = (sums if rows.missing is None else sums + rows.missing).softmax(1)
-        out = (out * weights[..., None]).sum(1).to(query.dtype)
+        out = out.mul_(weights[..., None]).sum(1)
     return out.reshape(-1, heads, head_dim)
 
 

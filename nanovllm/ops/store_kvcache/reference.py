@@ -13,7 +13,11 @@ def store_kvcache(
 ) -> None:
     """Copy row i of ``key`` and ``value`` to row ``slot_mapping[i]`` of ``keys`` and ``values``, in place.
 
-    A slot is ``block * block_size + offset``. Each slot occurs at most once.
+    A slot is ``block * block_size + offset``. Each slot occurs at most once; -1 marks a row of padding, which is
+    not copied.
     """
+    written = slot_mapping >= 0
+    if not written.all():
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     keys.index_copy_(0, slot_mapping, key)
     values.index_copy_(0, slot_mapping, value)

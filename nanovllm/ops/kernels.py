@@ -1,0 +1,21 @@
+"""Whether Triton kernels can run; asked by the front doors of operations, so that nobody else has to."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+TRITON = find_spec("triton") is not None
+"""Looked for, not imported: a CPU never pays for it."""
+
+FUSED: dict[str, bool] = {"enable_fp_fusion": True}
+"""For each launch: a product and a sum may be one instruction. Triton 3.9 warns where nobody says so, for 3.10 will
+change what that means."""
+
+
+def kernels_run_on(*tensors: Tensor) -> bool:
+    """Whether a kernel can take all of these: on a GPU, of one type of 16 or 32 bits, each row in one piece."""
+    first = tensors[0]
+    if not (TRITON and first.is_cuda and first.dtype in (torch.bfloat16, torch.float16, torch.float32)):
+        return False
+    return all(tensor.dtype is first.dtype and tensor.stride(-1) == 1 for tensor in tensors)
