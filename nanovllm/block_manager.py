@@ -122,14 +122,14 @@ class BlockManager:
             logger.debug("request %s grows by blocks %s", request.request_id, request.block_ids[-missing:])
         return True
 
-    def commit(self, request: Request) -> None:
-        """Make the blocks that the request has filled findable. Call it after the step that wrote them.
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Make the blocks that the request's first ``num_tokens`` tokens fill findable, once they are written.
 
         Where an equal block is known already, that one stays the one to be found.
         """
         if not self.enable_prefix_caching:
             return
-        for place in range(request.num_committed_blocks, request.num_computed_tokens // self.block_size):
+        for place in range(request.num_committed_blocks, num_tokens // self.block_size):
             digest, tokens = self._digest(request, place), self._tokens(request, place)
             known = self._index.get(digest)
             block = self._blocks[request.block_ids[place]]

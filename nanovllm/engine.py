@@ -1,14 +1,20 @@
 """The loop: decide, compute, settle.
 
-add_request --> Scheduler.schedule() --> ModelRunner.execute() --> Scheduler.update() --> RequestOutput
-                      decide                   compute                  settle
+add_request --> Scheduler.schedule() --> ModelRunner.submit() --> Scheduler.update() --> RequestOutput
+                      decide                  compute                  settle
+
+On a GPU a step is decided and submitted while the one before it still runs, so that the device never waits for Python:
+
+    device            | step 1      | step 2      | step 3
+    host      decide 1, decide 2 .. settle 1, decide 3 .. settle 2, decide 4
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -19,11 +25,19 @@ from nanovllm.scheduler import Scheduler, SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Computes a decided step."""
+Fetch = Callable[[], Sequence[Sampled | None]]
+"""Waits for a step; returns one entry for each span: the drawn token, or None where the span draws none."""
 
-    def execute(self, output: SchedulerOutput) -> Sequence[Sampled | None]:
-        """Return one entry for each span: the drawn token, or None where the span draws none."""
+
+class Runner(Protocol):
+    """Computes decided steps, one after the other."""
+
+    lookahead: int
+    """How many steps may be under way when the next one is decided, 0 or 1. With more, a request could go on whose
+    last token was drawn neither by the step before nor by one that is settled."""
+
+    def submit(self, output: SchedulerOutput) -> Fetch:
+        """Begin a step; return what waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +74,10 @@ class LLMEngine:
         self._make_builder = make_builder
         self._decode_token = decode_token
         self._requests: dict[str, Request] = {}
-        self._ended: list[Request] = []  # ended by a decision, not yet given out
+        self._ended: list[Request] = []  # not yet given out
+        self._streaming: dict[Request, None] = {}  # have something new that is not yet given out
+        self._under_way: deque[tuple[SchedulerOutput, Fetch]] = deque()
+        self._stalled = False  # a submission failed: settle what is under way before the next one
         self._arrivals = count()
 
     @property
@@ -111,30 +128,24 @@ class LLMEngine:
         return request
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; return the requests that ended, and what is new of those that stream.
+        """Decide and submit a step, settle the oldest one under way if there are enough; return what ended or streams.
 
         Raises EngineError if the computation fails: the requests of that step have then ended, and the engine
-        goes on with the others. On any other exception (Ctrl-C) the step is as if it had not begun.
+        goes on with the others. On any other exception (Ctrl-C) nothing is lost: the step goes on, or can be begun again.
         """
+        if self._stalled:
+            self._settle_all()
         output = self.scheduler.schedule()
         self._ended += output.finished
-        try:
-            sampled = self._runner.execute(output) if output.spans else []
-        except Exception as error:
-            for span in output.spans:
-                self.abort(span.request.request_id)
-            raise EngineError(
-                f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
-                f"{len(output.spans)} requests have ended; others, and new ones, can go on."
-            ) from error
-        except BaseException:
-            self.scheduler.undo(output)
-            raise
-        finished, self._ended = self._ended + self.scheduler.update(output, sampled), []
+        if output.spans:
+            self._submit(output)
+        if self._under_way and (not output.spans or len(self._under_way) > self._runner.lookahead):
+            self._settle()
+        finished, self._ended = self._ended, []
+        streaming, self._streaming = self._streaming, {}
         for request in finished:
             del self._requests[request.request_id]
-        streaming = [s.request for s in output.spans if s.samples and s.request.stream and not s.request.is_finished]
-        return [self._output(request) for request in finished + streaming]
+        return [self._output(request) for request in [*finished, *(r for r in streaming if not r.is_finished)]]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None if it is unknown or has ended already."""
@@ -145,6 +156,47 @@ class LLMEngine:
             self._ended.remove(request)
         self.scheduler.abort(request)
         return self._output(request)
+
+    def _submit(self, output: SchedulerOutput) -> None:
+        try:
+            self._under_way.append((output, self._runner.submit(output)))
+        except Exception as error:
+            self._fail(output, error)
+        except BaseException:
+            self._stalled = True
+            if not self._under_way or self._under_way[-1][0] is not output:
+                self.scheduler.undo(output)
+            raise
+
+    def _settle_all(self) -> None:
+        while self._under_way:
+            self._settle()
+        self._stalled = False
+
+    def _settle(self) -> None:
+        """Wait for the oldest step under way, and book it."""
+        output, fetch = self._under_way[0]
+        try:
+            sampled = fetch()
+        except Exception as error:
+            self._under_way.popleft()
+            self._fail(output, error)
+        except BaseException:
+            self._stalled = True
+            raise
+        else:
+            self._under_way.popleft()
+            self._ended += self.scheduler.update(output, sampled)
+            self._streaming |= {s.request: None for s in output.spans if s.samples and s.request.stream}
+
+    def _fail(self, output: SchedulerOutput, error: Exception) -> NoReturn:
+        self._stalled = True
+        for span in output.spans:
+            self.abort(span.request.request_id)
+        raise EngineError(
+            f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
+            f"{len(output.spans)} requests have ended; others, and new ones, can go on."
+        ) from error
 
     def _check(self, tokens: list[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
         limits, blocks = self.limits, self.scheduler.blocks

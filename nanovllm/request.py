@@ -42,12 +42,12 @@ class Sampled:
 class Request:
     """One prompt and what has been computed of it. Only the scheduler and its block manager write here.
 
-        token_ids   [ p p p p p p | o o o ]      p: prompt, o: output
-        computed    [ # # # # # # # # . ]        #: keys and values are in the cache
+        token_ids   [ p p p p p p | o o o ] ?    p: prompt, o: output, ?: pending, a step under way draws it
+        computed    [ # # # # # # # # # ]   .    #: keys and values are in the cache, or a step under way puts them there
         block_ids   [ 7     | 2     | 9     ]    block 7 holds tokens [0, 4) at block size 4, and so on
 
-    Invariant: 0 <= num_computed_tokens <= len(token_ids) <= len(block_ids) * block size, the last one while
-    it runs. A step that brings num_computed_tokens up to len(token_ids) yields the next token.
+    Invariant: 0 <= num_computed_tokens <= num_tokens, and num_computed_tokens <= len(block_ids) * block size. A step
+    that brings num_computed_tokens up to num_tokens draws the next token: it is pending until the step is settled.
     """
 
     request_id: str
@@ -72,6 +72,8 @@ class Request:
     status: Status = Status.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    """Drawn by steps that are still under way: they exist, but nobody here knows them yet."""
     block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     """Chained digest of each full block of ``token_ids``, as far as they were needed."""
@@ -95,12 +97,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output together."""
-        return len(self.token_ids)
+        """Tokens of prompt and output together, the pending ones too."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that the next steps have to compute; none if a step under way draws the last one allowed."""
+        total = len(self.token_ids) + self.num_pending_tokens
+        if total - len(self.prompt_token_ids) >= self.max_tokens:
+            return 0
+        return total - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, as far as they are known."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property

@@ -51,7 +51,7 @@ def _draw(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> I
         part = keep_top_k(scaled[filtered], torch.tensor([top_k[row] for row in filtered], device=device))
         scaled[filtered] = keep_top_p(part, torch.tensor([top_p[row] for row in filtered], device=device))
     seeds = torch.tensor([request.seed for request in requests], device=device)
-    positions = torch.tensor([request.num_tokens for request in requests], device=device)
+    positions = torch.tensor([len(request.token_ids) for request in requests], device=device)
     return draw(scaled, seeds, positions)
 
 

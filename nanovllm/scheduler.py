@@ -4,6 +4,10 @@ There are no phases. A request has tokens and a count of those computed; each st
 first to running requests that need one token (decode), then to running ones that need more (the rest of a
 chunked prefill), then to waiting ones. A decode therefore never waits behind a long prompt.
 
+Steps may overlap: a step can be decided while others are still under way. Then a request has pending tokens, which
+exist but are not known, and ends one step late: what was computed of it meanwhile is dropped. A block that is
+taken from a request under way may be given to another at once, for the device runs the steps in their order.
+
 To change this file: a decision reads requests and block counts only, never the value of a token that is still
 being computed; and it is a value (SchedulerOutput), so it can be logged, sent and tested without a model.
 """
@@ -77,9 +81,11 @@ class Scheduler:
 
         # Only decodes need new blocks (admission takes a prompt's), so a victim, the last in order, is never
         # one that this step has already given a span.
-        for request in sorted(self.running, key=lambda running: _remaining(running) > 1):
+        decodes = [request for request in self.running if request.num_uncomputed_tokens == 1]
+        prefills = [request for request in self.running if request.num_uncomputed_tokens > 1]
+        for request in decodes + prefills:
             if budget and request.status is Status.RUNNING:
-                size = min(_remaining(request), budget)
+                size = min(request.num_uncomputed_tokens, budget)
                 if self._make_room(request, request.num_computed_tokens + size, preempted, finished):
                     spans.append(_span(request, size))
                     budget -= size
@@ -97,7 +103,7 @@ class Scheduler:
             insort(self.running, request, key=self._order)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
-            size = min(_remaining(request), budget)
+            size = min(request.num_uncomputed_tokens, budget)
             spans.append(_span(request, size))
             budget -= size
 
@@ -114,9 +120,11 @@ class Scheduler:
         finished: list[Request] = []
         for span, token in zip(output.spans, sampled, strict=True):
             request = span.request
-            if request.is_finished:  # aborted while the step ran
+            request.num_pending_tokens -= span.samples
+            if request.is_finished:  # aborted while the step ran, or the step was decided before its end was known
                 continue
-            self.blocks.commit(request)
+            if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
+                self.blocks.commit(request, span.stop)
             if token is not None:
                 request.append(token)
                 if request.finish_reason is not None:
@@ -126,6 +134,7 @@ class Scheduler:
     def undo(self, output: SchedulerOutput) -> None:
         """Take back a decision whose step was not computed, so that it can be made again."""
         for span in output.spans:
+            span.request.num_pending_tokens -= span.samples
             if not span.request.is_finished:
                 span.request.num_computed_tokens = span.start
 
@@ -137,8 +146,9 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, preempted: list[Request], finished: list[Request]) -> bool:
         """Let ``request`` grow to ``num_tokens``, preempting from the end of the order; False if it had to go."""
         while not self.blocks.grow(request, num_tokens):
-            if self.running == [request]:
-                finished.append(self._end(request, "length"))  # the whole pool is its own: nothing more will come
+            if self.running == [request]:  # the whole pool is its own: nothing more will come
+                if not request.num_pending_tokens:
+                    finished.append(self._end(request, "length"))
                 return False
             victim = self.running.pop()
             self.blocks.free(victim)
@@ -165,14 +175,11 @@ class Scheduler:
         return (request.priority if self._by_priority else 0, request.arrival)
 
 
-def _remaining(request: Request) -> int:
-    return request.num_tokens - request.num_computed_tokens
-
-
 def _span(request: Request, size: int) -> Span:
-    start = request.num_computed_tokens
+    start, samples = request.num_computed_tokens, size == request.num_uncomputed_tokens
     request.num_computed_tokens = start + size
-    return Span(request, start, start + size, samples=start + size == request.num_tokens)
+    request.num_pending_tokens += samples
+    return Span(request, start, start + size, samples)
 
 
 def describe(output: SchedulerOutput, *, waiting: int) -> str:

@@ -315,15 +315,15 @@ def test_chat_and_its_stream(open_llm, tiny):
 def fail_at(monkeypatch, llm, step: int, error: BaseException) -> None:
     """Let the model runner raise at its ``step``-th step from now, once."""
     runner = llm.llm_engine._runner
-    execute, calls = runner.execute, []
+    submit, calls = runner.submit, []
 
     def failing(output):
         calls.append(output)
         if len(calls) == step:
             raise error
-        return execute(output)
+        return submit(output)
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "submit", failing)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])

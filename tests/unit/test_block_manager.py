@@ -37,7 +37,7 @@ def pool(num_blocks, **options):
 def compute(manager, request, stop=None):
     """What a step does to a request: its tokens up to ``stop`` are in the cache now."""
     request.num_computed_tokens = request.num_tokens if stop is None else stop
-    manager.commit(request)
+    manager.commit(request, request.num_computed_tokens)
 
 
 def serve(manager, tokens, **options):

@@ -140,11 +140,11 @@ MUTANTS = [
     ),
     Mutant(
         "a block is findable before it is written", block_manager,
-        "request.num_computed_tokens // self.block_size", "request.num_tokens // self.block_size", ALL,
+        "num_committed_blocks, num_tokens // self", "num_committed_blocks, request.num_tokens // self", ALL,
     ),
     Mutant(
         "a block is findable when its last token is missing", block_manager,
-        "request.num_computed_tokens // self.block_size", "(request.num_computed_tokens + 1) // self.block_size", ALL,
+        "num_committed_blocks, num_tokens // self", "num_committed_blocks, (num_tokens + 1) // self", ALL,
     ),
     Mutant(
         "a block too few at k * block + 1", block_manager,
@@ -219,13 +219,13 @@ MUTANTS = [
     Mutant(
         "the last short chunk is forgotten", scheduler,
         "if budget and request.status is Status.RUNNING:",
-        "if budget and request.status is Status.RUNNING and not 1 < _remaining(request) < 4:", WORKLOADS,
+        "if budget and request.status is Status.RUNNING and not 1 < request.num_uncomputed_tokens < 4:", WORKLOADS,
     ),
     Mutant(
         "every chunk draws a token", scheduler,
-        "samples=start + size == request.num_tokens", "samples=True", WORKLOADS,
+        "size == request.num_uncomputed_tokens\n", "True\n", WORKLOADS,
     ),
-    Mutant("prefills go before decodes", scheduler, "_remaining(running) > 1)", "_remaining(running) == 1)", WORKLOADS),
+    Mutant("prefills go before decodes", scheduler, "in decodes + prefills", "in prefills + decodes", WORKLOADS),
     Mutant(
         "more run than the limit", scheduler,
         "min(max_num_seqs, max_num_batched_tokens)", "max_num_batched_tokens", WORKLOADS,
@@ -237,8 +237,30 @@ MUTANTS = [
     ),
     Mutant(
         "blocks are findable when they are planned", scheduler,
-        "budget -= size\n\n        output", "budget -= size\n            self.blocks.commit(request)\n\n        output",
+        "budget -= size\n\n        output", "budget -= size\n            self.blocks.commit(request, request.num_tokens)\n\n        output",
         WORKLOADS,
+    ),
+    # steps that overlap
+    Mutant(
+        "a pending token stays pending", scheduler,
+        "request.num_pending_tokens -= span.samples\n            if request.is_finished",
+        "if request.is_finished", WORKLOADS,
+    ),
+    Mutant(
+        "an interrupted step leaves its token pending", scheduler,
+        "span.request.num_pending_tokens -= span.samples\n            if not", "if not", WORKLOADS,
+    ),
+    Mutant(
+        "blocks that a victim has lost are committed", scheduler,
+        "if request.num_computed_tokens >= span.stop:", "if True:", WORKLOADS,
+    ),
+    Mutant(
+        "the end of the pool drops a pending token", scheduler,
+        "if not request.num_pending_tokens:", "if True:", WORKLOADS,
+    ),
+    Mutant(
+        "a step is computed behind the last token allowed", scheduler,
+        "if request.num_uncomputed_tokens == 1]", "if request.num_tokens - request.num_computed_tokens == 1]", WORKLOADS,
     ),
     Mutant(
         "whoever outgrows the pool waits for ever", scheduler,
@@ -256,8 +278,9 @@ MUTANTS = [
     ],
 )
 def test_a_planted_fault_is_found(mutant, check):
+    parts = mutant.parts()
     with pytest.raises(FOUND):
-        CHECKS[check](*mutant.parts())
+        CHECKS[check](*parts)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -8,7 +8,7 @@ time (``test_the_workloads_do_what_they_are_for`` counts).
 """
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -46,10 +46,17 @@ class Broken(Exception):
 
 
 class ShadowRunner:
-    """Remembers, for each place of the cache, the prefix that a real key would depend on; see above."""
+    """Remembers, for each place of the cache, the prefix that a real key would depend on; see above.
 
-    def __init__(self, scheduler):
+    It computes a step when the step is submitted, but gives the tokens out when it is settled, ``lookahead`` steps
+    later; until then it alone knows them, as a device does.
+    """
+
+    def __init__(self, scheduler, lookahead=0):
         self.scheduler = scheduler
+        self.lookahead = lookahead
+        self.drawn = defaultdict(list)
+        """Tokens of each request that the engine does not know yet."""
         self.slots = {}
         self.outputs: list[SchedulerOutput] = []
         self.lengths = {}
@@ -58,10 +65,17 @@ class ShadowRunner:
         """Functions to be called while the next step runs."""
         self.fail_with = None
         """Raise this at the end of the next step."""
+        self.interrupt_fetch = False
+        """Ctrl-C while the engine waits for the next step that is settled."""
 
-    def execute(self, output):
+    def submit(self, output):
         self.outputs.append(output)
-        self.lengths = {request: request.num_tokens for request in self.scheduler.running}
+        drawing = {span.request for span in output.spans if span.samples}
+        self.lengths = {
+            request: request.num_tokens - (request in drawing)
+            for request in self.scheduler.running
+            if request in drawing or request.num_uncomputed_tokens
+        }
         for span in output.spans:
             self.check(span)
             self.read(span.request, 0, span.start)  # before anything of this step is written
@@ -75,14 +89,37 @@ class ShadowRunner:
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             raise error
-        return [Sampled(next_token(s.request.token_ids)) if s.samples else None for s in output.spans]
+        tokens = [next_token(self.tokens(s.request)) if s.samples else None for s in output.spans]
+        for span, token in zip(output.spans, tokens, strict=True):
+            if span.samples:
+                self.drawn[span.request].append(token)
+
+        def fetch():
+            if self.interrupt_fetch:
+                self.interrupt_fetch = False
+                raise KeyboardInterrupt
+            for span in output.spans:
+                if span.samples:
+                    self.drawn[span.request].pop(0)
+            return [None if token is None else Sampled(token) for token in tokens]
+
+        return fetch
+
+    def tokens(self, request):
+        return request.token_ids + self.drawn[request]
 
     def check(self, span):
         request = span.request
+        known = len(self.tokens(request))
+        before = {s.request for s in self.outputs[-2].spans if s.samples} if len(self.outputs) > 1 else set()
+        if span.stop > len(request.token_ids):
+            assert span.stop == span.start + 1 and request in before, "only the last step's tokens are on the device"
         assert request.status is Status.RUNNING, "it has ended, or waits"
-        assert 0 <= span.start < span.stop <= request.num_tokens, "nothing to compute, so nothing to draw from"
+        assert request.num_pending_tokens == len(self.drawn[request]) + span.samples
+        assert known - len(request.prompt_token_ids) < request.max_tokens, "computed, and nothing can come of it"
+        assert 0 <= span.start < span.stop <= known, "nothing to compute, so nothing to draw from"
         assert len(request.block_ids) * self.scheduler.blocks.block_size >= span.stop, "tokens without a block"
-        assert span.samples == (span.stop == request.num_tokens)
+        assert span.samples == (span.stop == known)
 
     def read(self, request, start, stop):
         for place in range(start, stop):
@@ -94,7 +131,7 @@ class ShadowRunner:
         return request.block_ids[place // size] * size + place % size
 
     def prefix(self, request, place):
-        return (request.cache_salt, bytes(request.token_ids[: place + 1]))
+        return (request.cache_salt, bytes(self.tokens(request)[: place + 1]))
 
 
 @dataclass(frozen=True)
@@ -128,6 +165,8 @@ class Workload:
     caching: bool
     interrupts: frozenset[int]
     """Steps that Ctrl-C ends after everything was written."""
+    lookahead: int
+    """How many steps may be under way when the next one is decided."""
     jobs: tuple[Job, ...]
 
     @property
@@ -167,6 +206,7 @@ def draw(seed):
         policy=dice.choice(["fcfs", "priority"]),
         caching=dice.random() < 0.8,
         interrupts=frozenset(dice.randint(1, 30) for _ in range(dice.choice([0, 0, 2]))),
+        lookahead=seed % 2,
         jobs=tuple(jobs),
     )
 
@@ -191,7 +231,7 @@ class Run:
         self.scheduler = scheduler(
             self.blocks, max_num_seqs=work.max_num_seqs, max_num_batched_tokens=work.budget, policy=work.policy
         )
-        self.runner = ShadowRunner(self.scheduler)
+        self.runner = ShadowRunner(self.scheduler, work.lookahead)
         limits = Limits(max_model_len=1000, vocab_size=VOCAB, eos_token_ids=frozenset({END}))
         self.engine = LLMEngine(self.scheduler, self.runner, limits)
         self.requests: dict[str, Request] = {}
@@ -246,11 +286,12 @@ class Run:
     def abort(self, job):
         """B8: an abort takes effect at once, whatever the request is doing."""
         request = self.requests[job.name]
+        ended = request.is_finished  # by a decision, and not given out yet
         state = (request.status.value, request.num_preemptions > 0, request.num_computed_tokens > 0)
         output = self.engine.abort(job.name)
         if output is not None:
             assert output.finished and request.status is Status.FINISHED and not request.block_ids
-            assert output.outputs[0].finish_reason == "abort"
+            assert ended or output.outputs[0].finish_reason == "abort"
             self.record.counts["aborts"] += 1
             self.record.counts[f"abort {state}"] += 1
             self.deliver(output)
@@ -270,32 +311,42 @@ class Run:
     def step(self, *, interrupted):
         scheduler, runner = self.scheduler, self.runner
         running, waiting = list(scheduler.running), list(scheduler.waiting)
-        decoding = [request for request in running if request.num_tokens - request.num_computed_tokens == 1]
+        decoding = [request for request in running if request.num_uncomputed_tokens == 1]
+        under_way = bool(self.engine._under_way)
+        if self.engine._stalled:  # what was under way is settled before anything is decided
+            self.engine._settle_all()
+            decoding = [request for request in scheduler.running if request.num_uncomputed_tokens == 1]
+            running, waiting = list(scheduler.running), list(scheduler.waiting)
         steps = len(runner.outputs)
-        if interrupted:
+        inside = steps % 2 == 0
+        if interrupted and inside:
             runner.fail_with = KeyboardInterrupt()
+        elif interrupted:
+            runner.interrupt_fetch = True
         try:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             outputs = []
-            self.record.counts["interrupts"] += 1
-            self.check_undone(runner.outputs[-1])
+            self.record.counts["interrupts" if inside else "interrupted waits"] += 1
+            if inside:
+                self.check_undone(runner.outputs[-1])
         except EngineError as error:
             raise AssertionError(str(error.__cause__)) from error  # what the shadow runner had to say
-        runner.fail_with = None
+        runner.fail_with, runner.interrupt_fetch = None, False
         for output in outputs:
             self.deliver(output)
         decided = runner.outputs[-1] if len(runner.outputs) > steps else SchedulerOutput(())
         if decided.spans:
             self.check_decision(decided, running, decoding, waiting)
         else:
-            assert any(output.finished for output in outputs), "a step that does nothing"  # B3
+            assert under_way or any(output.finished for output in outputs), "a step that does nothing"  # B3
         self.check_books()
 
     def check_undone(self, output):
         """Ctrl-C: nothing of the step counts as computed, and nothing is lost."""
         for span in output.spans:
             assert span.request.is_finished or span.request.num_computed_tokens == span.start
+            assert span.request.num_pending_tokens == len(self.runner.drawn[span.request])
 
     def check_decision(self, decided, running, decoding, waiting):
         work, scheduler, order = self.work, self.scheduler, self.order
@@ -385,6 +436,7 @@ def test_the_workloads_do_what_they_are_for():
             total[f"end {reason}"] += 1
     least = {
         "preemptions": 100, "hits": 200, "evictions": 200, "chunks": 500, "mixed": 100, "aborts": 40, "interrupts": 40,
+        "interrupted waits": 40,
         "refused": 20, "end stop": 50, "end length": 200,
     }  # fmt: skip
     assert {name: total[name] for name in least if total[name] < least[name]} == {}, total
