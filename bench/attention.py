@@ -1,10 +1,13 @@
 """The Triton attention kernels on one GPU: decode in shares of the bandwidth of a copy, prefill in TFLOP/s.
 
-    python bench/attention.py [--sweep] [--decode-tile 128,4,3] [--prefill-tile 64,8,3] [--min-chunk 256] [--programs 3]
+    python bench/attention.py [--sweep | --float8] [--decode-tile 32,4,4] [--cut-tile 128,4,2] [--prefill-tile 64,8,3]
+                              [--shared-tile 64,64,4,3] [--min-chunk 256] [--short-chunk 128] [--programs 3]
 
-16 query heads, 8 key-value heads of 128 channels, bfloat16. The gate comes first: the kernels must give what the
-reference gives, and the same bits whether contexts are cut or not. Times are those of CUDA graphs that go through
-several caches of over 200 MB together, so that no cache helps; medians of replays. The last line is JSON.
+16 query heads, 8 key-value heads of 128 channels, bfloat16; the cache too, or with --float8 that in half the bytes.
+The gate comes first: the kernels must give what the reference gives, and with tiles of one size the same bits whether
+contexts are cut or not. "256 x 1792 + 132" are 256 requests that have 1792 tokens in common; their bytes count once.
+Times are those of CUDA graphs that go through several caches of over 200 MB together, so that no cache helps; medians
+of replays. The last line is JSON.
 """
 
 import argparse
@@ -15,19 +18,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
+from common import copy_bandwidth
 
 from nanovllm.ops.attention import paged, reference
+from nanovllm.ops.rotate_and_store.reference import quantize
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 16, 8, 128, 128**-0.5
-TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+DEVICE, DTYPE, FLOAT8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 
-DECODE_SWEEP = ("128,4,3", "64,4,3", "128,4,5", "64,4,5", "32,4,5", "128,8,3", "64,8,5", "64,2,5")
-PREFILL_SWEEP = ("64,8,3", "64,8,5", "128,8,3", "64,4,3", "64,4,5", "32,8,5")
+DECODE_SWEEP = ("32,4,3", "32,4,4", "32,4,4,128", "64,2,3", "64,4,3")
+CUT_SWEEP = ("128,4,2", "128,4,3", "64,4,3", "32,4,4")
+SHARED_SWEEP = ("64,64,4,3", "64,64,4,2", "64,32,4,3", "128,64,8,3", "128,64,8,2")
+PREFILL_SWEEP = ("64,8,3", "64,8,2,128", "128,8,2")
 
 
 def draw_lengths() -> list[int]:
@@ -37,7 +44,12 @@ def draw_lengths() -> list[int]:
 
 CASES = {f"{batch} x {context}": [context] * batch for batch in (1, 8, 64, 256) for context in (256, 1024, 4096)}
 CASES |= {"1 x 32768": [32768], "8 x 32768": [32768] * 8, "256 x 100-1900": draw_lengths()}
-SWEPT = ("1 x 1024", "8 x 1024", "64 x 1024", "256 x 1024", "256 x 100-1900", "1 x 32768", "8 x 32768")
+CASES |= {"8 x 512": [512] * 8, "64 x 512": [512] * 64}
+UNCUT = ("64 x 512", "64 x 1024", "256 x 1024", "256 x 100-1900")
+CUT = ("1 x 256", "1 x 1024", "8 x 512", "8 x 1024", "64 x 512", "1 x 32768")
+COMMON = {f"256 x 1792 + {own}": ([1792 + own] * 256, 1792) for own in (132, 400)}
+COMMON |= {"8 x 16384 + 132": ([16516] * 8, 16384), "16 x 512 + 132": ([644] * 16, 512)}
+"""Contexts, and how many tokens they have in common."""
 
 
 @contextmanager
@@ -58,38 +70,66 @@ def tiles(text: str | None) -> tuple[tuple[int, ...], ...] | None:
     return None if text is None else (tuple(map(int, text.split(","))),)
 
 
-def scatter(contexts: list[int], block_size: int) -> tuple[list[list[int]], int]:
-    """Draw tables with blocks anywhere in a pool that is just large enough."""
-    sizes = [-(-context // block_size) for context in contexts]
-    ids = random.Random(1).sample(range(sum(sizes)), sum(sizes))
-    edges = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-    return [ids[first:stop] for first, stop in pairwise(edges)], len(ids)
+def scatter(contexts: list[int], block_size: int, common: int = 0) -> tuple[list[list[int]], int]:
+    """Draw tables with blocks anywhere in a pool just large enough, the same for the first ``common`` tokens."""
+    same = common // block_size
+    sizes = [-(-context // block_size) - same for context in contexts]
+    ids = random.Random(1).sample(range(same + sum(sizes)), same + sum(sizes))
+    edges = [same + sum(sizes[:place]) for place in range(len(sizes) + 1)]
+    return [ids[:same] + ids[first:stop] for first, stop in pairwise(edges)], len(ids)
 
 
-def gate() -> None:
+def shared_dials(text: str | None) -> dict[str, Any]:
+    """Return the dials of a tile of shared chunks: rows, keys, warps, stages, registers."""
+    rows, _, tile = (text or "").partition(",")
+    return {"SHARED_ROWS": int(rows), "SHARED_TILES": tiles(tile)} if rows else {}
+
+
+def scales_of(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Draw the scales of the keys and of the values, if the cache has any."""
+    return tuple(torch.rand(2, KV_HEADS, device=DEVICE) * 0.02 + 0.01) if dtype is FLOAT8 else ()
+
+
+def as_read(cache: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cache in float8, and the numbers that it stands for."""
+    narrow = quantize(cache.flatten(0, 1), scales).view(cache.shape)
+    return narrow, narrow.float() * scales[:, None]
+
+
+def gate(dtype: torch.dtype, windows: tuple[int | None, ...], block_sizes: tuple[int, ...]) -> None:
     """No figure for a wrong answer."""
+    scales = scales_of(dtype)
     steps = {
-        "decodes": ([1] * 6, [1, 15, 256, 257, 1000, 3000]),
-        "mixed": ([1, 300, 1, 17, 129, 1], [40, 300, 2000, 500, 700, 1]),
+        "decodes": ([1] * 6, [1, 15, 256, 257, 1000, 3000], 0),
+        "mixed": ([1, 300, 1, 17, 129, 1], [40, 300, 2000, 500, 700, 1], 0),
+        "shared": ([1] * 70, [1025 + 3 * place for place in range(70)], 1024),
     }
-    for name, (sizes, contexts) in steps.items():
-        for block_size in (16, 256):
-            tables, num_blocks = scatter(contexts, block_size)
-            shape = (num_blocks, block_size, KV_HEADS, HEAD_DIM)
-            keys, values = (torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2))
-            query = torch.randn(sum(sizes), HEADS + 2, HEAD_DIM, device=DEVICE, dtype=DTYPE)[:, :HEADS]
-            starts = torch.tensor([sum(sizes[:place]) for place in range(len(sizes) + 1)])
-            width = max(map(len, tables))
-            table = torch.tensor([row + [-1] * (width - len(row)) for row in tables], device=DEVICE)
-            for window in (None, 100, 600):
-                expected = reference.attend(query, keys, values, starts, torch.tensor(contexts), table, SCALE, window)
-                plan = paged.plan(sizes, contexts, tables, block_size, DEVICE)
-                outs = [
-                    paged.attend(query, keys, values, replace(plan, processors=number), SCALE, window)
-                    for number in (0, 100_000)
-                ]
-                torch.testing.assert_close(outs[0], expected, rtol=3e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
-                assert torch.equal(*outs), f"{name}: cut contexts give other bits"
+    for (name, (sizes, contexts, common)), block_size in product(steps.items(), block_sizes):
+        tables, num_blocks = scatter(contexts, block_size, common)
+        shape = (num_blocks, block_size, KV_HEADS, HEAD_DIM)
+        caches = [torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(2)]
+        meant = caches
+        if scales:
+            caches, meant = zip(*map(as_read, caches, scales), strict=True)
+        query = torch.randn(sum(sizes), HEADS + 2, HEAD_DIM, device=DEVICE, dtype=DTYPE)[:, :HEADS]
+        starts = torch.tensor([sum(sizes[:place]) for place in range(len(sizes) + 1)])
+        width = max(map(len, tables))
+        table = torch.tensor([row + [-1] * (width - len(row)) for row in tables], device=DEVICE)
+        plan = paged.plan(sizes, contexts, tables, block_size, DEVICE)
+        assert bool(plan.shared.shape[0]) == bool(common)
+        for window in windows:
+            expected = reference.attend(query, *meant, starts, torch.tensor(contexts), table, SCALE, window)
+
+            def attend(processors: int, plan=plan, query=query, caches=caches, window=window) -> torch.Tensor:
+                step = replace(plan, processors=processors)
+                return paged.attend(query, *caches, step, SCALE, window, *scales)
+
+            for processors in (0, 100_000):
+                torch.testing.assert_close(
+                    attend(processors), expected, rtol=3e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}"
+                )
+            with dials(DECODE_TILES=tiles("64,4,3"), CUT_TILES=tiles("64,4,3" if dtype is DTYPE else "128,4,3")):
+                assert torch.equal(attend(0), attend(100_000)), f"{name}: cut contexts give other bits"
 
 
 def seconds(call: Callable[[int], object], number: int) -> float:
@@ -111,26 +151,25 @@ def seconds(call: Callable[[int], object], number: int) -> float:
     return statistics.median(took[1:])
 
 
-def copy_bandwidth() -> float:
-    """Return bytes a second, read and written, of a copy of 2 GiB."""
-    source = torch.zeros(1 << 31, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda _: target.copy_(source), 4)
-
-
-def measure_decode(contexts: list[int], block_size: int, pool: torch.Tensor) -> dict[str, float]:
-    tables, num_blocks = scatter(contexts, block_size)
-    plan = paged.plan([1] * len(contexts), contexts, tables, block_size, DEVICE)
+def measure_decode(contexts: list[int], common: int, block_size: int, pool: torch.Tensor) -> dict[str, float]:
+    tables, num_blocks = scatter(contexts, block_size, common)
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    chunk = paged.shortest_chunk(np.array(contexts), KV_HEADS, processors)  # as in CUDA graphs
+    plan = paged.plan([1] * len(contexts), contexts, tables, block_size, DEVICE, chunk=chunk)
     shape = (2, num_blocks, block_size, KV_HEADS, HEAD_DIM)
     size = 2 * num_blocks * block_size * KV_HEADS * HEAD_DIM
-    number = max(1, min(128, pool.numel() // size, -(-200_000_000 // (2 * size))))
+    token_bytes = 2 * KV_HEADS * HEAD_DIM * pool.element_size()
+    number = max(1, min(256, pool.numel() // size, -(-200_000_000 // (pool.element_size() * size))))
+    scales = scales_of(pool.dtype)
     caches = [pool[place * size : (place + 1) * size].view(shape) for place in range(number)]
     query = torch.randn(len(contexts), HEADS + 2 * KV_HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)[:, :HEADS]
-    took = seconds(lambda place: paged.attend(query, caches[place][0], caches[place][1], plan, SCALE), number)
+    took = seconds(lambda place: paged.attend(query, *caches[place], plan, SCALE, None, *scales), number)
+    once = sum(contexts) - common * (len(contexts) - 1)  # tokens, those in common counted once
     return {
         "microseconds": took * 1e6,
-        "terabytes_per_second": sum(contexts) * TOKEN_BYTES / took / 1e12,
-        "parts": plan.owners.shape[0] if plan.splits(KV_HEADS, None) else 0,
+        "terabytes_per_second": once * token_bytes / took / 1e12,
+        "parts": plan.owners.shape[0] if plan.shared.shape[0] or plan.splits(KV_HEADS, None) else 0,
+        "shared": plan.shared.shape[0],
     }
 
 
@@ -140,7 +179,8 @@ def measure_prefill(lengths: list[int], block_size: int, pool: torch.Tensor) -> 
     shape = (2, num_blocks, block_size, KV_HEADS, HEAD_DIM)
     keys, values = pool[: 2 * num_blocks * block_size * KV_HEADS * HEAD_DIM].view(shape)
     query = torch.randn(sum(lengths), HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
-    took = seconds(lambda _: paged.attend(query, keys, values, plan, SCALE), 5)
+    scales = scales_of(pool.dtype)
+    took = seconds(lambda _: paged.attend(query, keys, values, plan, SCALE, None, *scales), 5)
     flops = sum(2 * 2 * HEADS * HEAD_DIM * length * (length + 1) / 2 for length in lengths)
     return {"microseconds": took * 1e6, "teraflops_per_second": flops / took / 1e12}
 
@@ -148,74 +188,91 @@ def measure_prefill(lengths: list[int], block_size: int, pool: torch.Tensor) -> 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", action="store_true", help="compare tiles, chunks and thresholds on fewer cases")
-    parser.add_argument("--decode-tile", help="keys, warps, stages")
-    parser.add_argument("--prefill-tile", help="keys, warps, stages")
-    parser.add_argument("--min-chunk", type=int)
+    parser.add_argument("--float8", action="store_true", help="a cache of float8")
+    parser.add_argument("--decode-tile", help="keys, warps, stages, registers; of float8 twice the keys")
+    parser.add_argument("--cut-tile", help="keys, warps, stages, registers")
+    parser.add_argument("--prefill-tile", help="keys, warps, stages, registers")
+    parser.add_argument("--shared-tile", help="rows, keys, warps, stages, registers")
+    parser.add_argument("--min-chunk", type=int, help="of all steps, unless --short-chunk is given too")
+    parser.add_argument("--short-chunk", type=int, help="of steps that are small enough")
     parser.add_argument("--programs", type=int, help="PROGRAMS_PER_PROCESSOR")
     options = parser.parse_args()
     started = time.perf_counter()
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
+    short = () if options.min_chunk else None
+    if options.short_chunk:
+        short = (options.short_chunk,)
     with dials(
-        DECODE_TILES=tiles(options.decode_tile), PREFILL_TILES=tiles(options.prefill_tile),
-        MIN_CHUNK=options.min_chunk, PROGRAMS_PER_PROCESSOR=options.programs,
+        DECODE_TILES=tiles(options.decode_tile), CUT_TILES=tiles(options.cut_tile),
+        PREFILL_TILES=tiles(options.prefill_tile), MIN_CHUNK=options.min_chunk, SHORT_CHUNKS=short,
+        PROGRAMS_PER_PROCESSOR=options.programs, **shared_dials(options.shared_tile),
     ):  # fmt: skip
-        gate()
+        dtype = FLOAT8 if options.float8 else DTYPE
+        gate(dtype, *(((None, 600), (64,)) if options.sweep else ((None, 100, 600), (16, 256))))
         roof = copy_bandwidth()
         print(f"gate passed; a copy moves {roof / 1e12:.2f} TB/s ({time.perf_counter() - started:.0f} s)")
-        pool = torch.empty(5 << 30, device=DEVICE, dtype=DTYPE)  # 10 GiB: two of the largest cache
+        pool = torch.empty(5 << 30, device=DEVICE, dtype=dtype)  # two of the largest cache
         for part in pool.split(1 << 28):
-            part.normal_()
+            part.copy_(torch.randn(part.shape, device=DEVICE, dtype=DTYPE))
 
         def decode(case: str, block_size: int, label: str = "") -> None:
-            row = measure_decode(CASES[case], block_size, pool)
+            row = measure_decode(*(COMMON[case] if case in COMMON else (CASES[case], 0)), block_size, pool)
             share = 100 * row["terabytes_per_second"] * 1e12 / roof
-            print(f"decode {case:15s} block {block_size:3d} {row['microseconds']:9.1f} us "
-                  f"{row['terabytes_per_second']:6.2f} TB/s {share:5.1f} % of a copy {row['parts']:5d} parts {label}",
+            print(f"decode {case:16s} block {block_size:3d} {row['microseconds']:9.1f} us "
+                  f"{row['terabytes_per_second']:6.2f} TB/s {share:5.1f} % of a copy {row['parts']:5d} parts "
+                  f"{row['shared']:3d} shared {label}",
                   flush=True)  # fmt: skip
             results.append({"case": case, "block_size": block_size, "variant": label, "share": share} | row)
 
-        def prefill(lengths: list[int], label: str = "") -> None:
-            row = measure_prefill(lengths, 16, pool)
+        def prefill(lengths: list[int], block_size: int, label: str = "") -> None:
+            row = measure_prefill(lengths, block_size, pool)
             case = f"{len(lengths)} x {lengths[0]}"
-            print(f"prefill {case:14s} block  16 {row['microseconds']:9.1f} us "
+            print(f"prefill {case:14s} block {block_size:3d} {row['microseconds']:9.1f} us "
                   f"{row['teraflops_per_second']:6.1f} TFLOP/s {label}", flush=True)  # fmt: skip
-            results.append({"case": f"prefill {case}", "variant": label} | row)
+            results.append({"case": f"prefill {case}", "block_size": block_size, "variant": label} | row)
 
         if options.sweep:
             for tile in DECODE_SWEEP:
-                with dials(DECODE_TILES=tiles(tile)):
-                    for block_size in (16, 256):
-                        for case in SWEPT:
-                            decode(case, block_size, f"tile {tile}")
-            for chunk in (128, 256, 512):
-                for programs in (0, 2, 6, 100_000):
-                    with dials(MIN_CHUNK=chunk, PROGRAMS_PER_PROCESSOR=programs):
-                        for case in SWEPT:
-                            if programs or "32768" not in case:
-                                decode(case, 16, f"chunk {chunk} programs {programs}")
+                with dials(DECODE_TILES=tiles(tile), PROGRAMS_PER_PROCESSOR=0):
+                    for case in UNCUT:
+                        decode(case, 64, f"tile {tile}")
+            for tile, chunk in product(CUT_SWEEP, (64, 128, 256)):
+                keys = int(tile.partition(",")[0])
+                with dials(CUT_TILES=tiles(tile), MIN_CHUNK=chunk, SHORT_CHUNKS=(), PROGRAMS_PER_PROCESSOR=100_000):
+                    for case in CUT if keys <= chunk else ():
+                        decode(case, 64, f"chunk {chunk} tile {tile}")
+            for tile in SHARED_SWEEP:
+                with dials(**shared_dials(tile), LEAST_SAVED=1):
+                    for case in COMMON:
+                        decode(case, 64, f"tile {tile}")
+            with dials(LEAST_SAVED=1 << 40):
+                for case in COMMON:
+                    decode(case, 64, "nothing shared")
             for tile in PREFILL_SWEEP:
                 with dials(PREFILL_TILES=tiles(tile)):
-                    prefill([1024] * 8, f"tile {tile}")
-                    prefill([8192], f"tile {tile}")
+                    prefill([1024] * 8, 64, f"tile {tile}")
+                    prefill([8192], 64, f"tile {tile}")
         else:
-            for block_size in (16, 256):
-                for case in CASES:
-                    decode(case, block_size)
-            prefill([1024] * 8)
-            prefill([8192])
-            contexts = CASES["256 x 100-1900"]
             for block_size in (16, 64, 256):
-                tables, _ = scatter(contexts, block_size)
+                for case in (*CASES, *COMMON):
+                    decode(case, block_size)
+            for block_size in (16, 64, 256):
+                prefill([1024] * 8, block_size)
+                prefill([8192], block_size)
+            host = {"256 x 100-1900": (CASES["256 x 100-1900"], 0)} | COMMON
+            for (case, (contexts, common)), block_size in product(host.items(), (16, 64, 256)):
+                tables, _ = scatter(contexts, block_size, common)
                 begin = time.perf_counter()
                 for _ in range(20):
-                    paged.plan([1] * 256, contexts, tables, block_size, DEVICE)
-                row = {"case": "plan 256 x 100-1900", "block_size": block_size}
+                    paged.plan([1] * len(contexts), contexts, tables, block_size, DEVICE)
+                row = {"case": f"plan {case}", "block_size": block_size}
                 row["microseconds"] = (time.perf_counter() - begin) / 20 * 1e6
-                print(f"plan of 256 decodes, block {block_size:3d}: {row['microseconds']:.0f} us of the host")
+                print(f"plan {case:18s} block {block_size:3d} {row['microseconds']:9.1f} us of the host")
                 results.append(row)
     name = torch.cuda.get_device_name()
     summary = {"bench": "attention", "device": name, "torch": torch.__version__, "copy_bytes_per_second": roof}
+    summary["cache"] = str(dtype)
     print(json.dumps(summary | {"seconds": time.perf_counter() - started, "results": results}))
 
 

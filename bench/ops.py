@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from common import copy_bandwidth
 from torch import Tensor
 
-from nanovllm.ops import activation, rms_norm, rotary, sample, store_kvcache
+from nanovllm.ops import activation, rms_norm, rotary, rotate_and_store, sample, store_kvcache
 from nanovllm.ops.kernels import TRITON
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 3072, 16, 8, 128, 151_936
@@ -78,12 +79,28 @@ def stored(store: Callable) -> Callable:
     return call
 
 
+def fused_arguments(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    slots = 2 * tokens + 3
+    caches = torch.zeros(2, slots, KV_HEADS, HEAD_DIM, device="cuda").to(dtype)
+    norms = (normal(HEAD_DIM), normal(HEAD_DIM), EPS)
+    scales = torch.full((2, KV_HEADS), 0.05, device="cuda") if dtype is torch.float8_e4m3fn else ()
+    return qkv(tokens), norms, *angles(tokens), *caches, torch.randperm(slots, device="cuda")[:tokens], *scales
+
+
+def fused(operation: Callable) -> Callable:
+    """Return the caches too, so that they are compared."""
+    return lambda *arguments: (operation(*arguments), *arguments[4:6])
+
+
 def numbers(rows: int) -> Tensor:
     return torch.arange(rows, device="cuda")
 
 
+FUSED_BYTES = 2 * 2 * (HEADS + KV_HEADS + KV_HEADS) * HEAD_DIM + 2 * 2 * HEAD_DIM + 8
+
 # Two roundings to bfloat16, each of which may fall on either side of a line: two units of 2^-7 of the value; the
-# rotation adds products of up to 4. Tokens and stored rows are equal.
+# rotation adds products of up to 4. Norm and rotation together do all of that with numbers of up to 16. A step of
+# float8 is an eighth. Tokens and stored rows are equal.
 UNIT = 2**-7
 CASES = (
     Case(
@@ -117,6 +134,18 @@ CASES = (
         bytes_per_token=4 * 2 * KV_HEADS * HEAD_DIM + 8, tolerance=0.0,
     ),
     Case(
+        name="rotate_and_store", make=fused_arguments,
+        kernel=fused(rotate_and_store.rotate_and_store),
+        reference=fused(rotate_and_store.reference.rotate_and_store),
+        bytes_per_token=FUSED_BYTES, tolerance=16 * UNIT,
+    ),
+    Case(
+        name="rotate_and_store in float8", make=lambda n: fused_arguments(n, torch.float8_e4m3fn),
+        kernel=fused(rotate_and_store.rotate_and_store),
+        reference=fused(rotate_and_store.reference.rotate_and_store),
+        bytes_per_token=FUSED_BYTES - 2 * KV_HEADS * HEAD_DIM, tolerance=2**-3,
+    ),
+    Case(
         name="greedy", make=lambda n: (logits(n),),
         kernel=sample.greedy, reference=sample.reference.greedy,
         bytes_per_token=4 * VOCAB, tolerance=0.0,
@@ -133,14 +162,20 @@ def copies(arguments: tuple) -> tuple:
     return tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
 
 
+def comparable(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """Return what a call gave, with numbers of float8 in a type that PyTorch compares."""
+    parts = (result,) if isinstance(result, Tensor) else result
+    return [part.float() if part.dtype is torch.float8_e4m3fn else part for part in parts]
+
+
 def check(case: Case) -> None:
     """Raise AssertionError unless kernel and reference agree."""
     for tokens in GATE_TOKENS:
         arguments = case.make(tokens)
-        expected = case.reference(*copies(arguments))
+        expected = comparable(case.reference(*copies(arguments)))
         # the kernel gets the arguments as they are: rows that lie apart
         torch.testing.assert_close(
-            case.kernel(*arguments), expected, rtol=case.tolerance, atol=case.tolerance,
+            comparable(case.kernel(*arguments)), expected, rtol=case.tolerance, atol=case.tolerance,
             msg=lambda text, tokens=tokens: f"{case.name}, {tokens} tokens: {text}",
         )  # fmt: skip
 
@@ -165,16 +200,6 @@ def microseconds(call: Callable, make: Callable[[], tuple], num_bytes: int, flus
     return statistics.median(times[3:])
 
 
-def copy_bandwidth(flush: Tensor) -> float:
-    """Measure bytes per microsecond, read and written, of a copy of half a GiB."""
-    size = 2**29
-
-    def make() -> tuple[Tensor, Tensor]:
-        return torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.ones(size, dtype=torch.uint8, device="cuda")
-
-    return 2 * size / microseconds(lambda to, source: to.copy_(source), make, 2 * size, flush)
-
-
 def main() -> None:
     if not (torch.cuda.is_available() and TRITON):
         sys.exit("bench/ops.py needs a CUDA device and Triton")
@@ -184,7 +209,7 @@ def main() -> None:
         check(case)
     print(f"gate: {len(CASES)} operations mean what their references say")
     flush = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
-    copy = copy_bandwidth(flush)
+    copy = copy_bandwidth() / 1e6  # bytes a microsecond
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e6:.2f} TB/s\n")
     print("| microseconds (share of the copy bandwidth), tokens: | " + " | ".join(map(str, TOKENS)) + " |")

@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from nanovllm.scheduler import SchedulerOutput
+from nanovllm.ops.take_tokens import take_tokens
+from nanovllm.request import Request
+from nanovllm.scheduler import SchedulerOutput, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,41 @@ class Batch:
     """The attention backend's own view of the step."""
 
 
-def build_batch(output: SchedulerOutput, block_size: int, backend: Any, device: torch.device) -> Batch:
-    """Lay out a step's spans. ``backend`` is a module as ``nanovllm.ops.attention`` describes."""
+class Drawn:
+    """The tokens that the last step drew, on the device: the next one may need them before the host knows them."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.tokens: Int64[Tensor, " most"] = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rows: dict[Request, int] = {}
+
+    def source(self, span: Span) -> int:
+        """Return the last token of a span, or -1 - row if it lies in a row of ``tokens`` and is not known here."""
+        token_ids = span.request.token_ids
+        return token_ids[span.stop - 1] if span.stop <= len(token_ids) else -1 - self._rows[span.request]
+
+    def keep(self, spans: Sequence[Span], tokens: Int64[Tensor, " rows"]) -> None:
+        """Keep what a step drew after these spans, until the next one draws. A graph has put it in place itself."""
+        if tokens.data_ptr() != self.tokens.data_ptr():
+            self.tokens[: len(spans)].copy_(tokens)
+        self._rows = {span.request: row for row, span in enumerate(spans)}
+
+
+def build_batch(
+    output: SchedulerOutput, block_size: int, backend: Any, drawn: Drawn, *, deterministic: bool = False
+) -> Batch:
+    """Lay out a step's spans. ``backend`` is a module as ``nanovllm.ops.attention`` describes.
+
+    ``deterministic``: it is told where prompts end, so that it chooses by a token's place and not by a span's size.
+    """
+    device = drawn.tokens.device
     token_ids: list[int] = []
     positions: list[np.ndarray[Any, Any]] = []
     slots: list[np.ndarray[Any, Any]] = []
     sample_rows: list[int] = []
     tables: list[Sequence[int]] = []
     for span in output.spans:
-        token_ids += span.request.token_ids[span.start : span.stop]
+        token_ids += span.request.token_ids[span.start : span.stop - 1]
+        token_ids.append(drawn.source(span))
         places = np.arange(span.start, span.stop)
         table = np.asarray(span.request.block_ids)
         positions.append(places)
@@ -51,18 +79,26 @@ def build_batch(output: SchedulerOutput, block_size: int, backend: Any, device: 
         tables.append(span.request.block_ids)
         if span.samples:
             sample_rows.append(len(token_ids) - 1)
+    ends = [len(span.request.prompt_token_ids) for span in output.spans]
     plan = backend.plan(
         [span.stop - span.start for span in output.spans],
         [span.stop for span in output.spans],
         tables,
         block_size,
         device,
+        **({"prompt_lens": ends} if deterministic else {}),
     )
-    return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        slot_mapping=torch.from_numpy(np.concatenate(slots)).to(device),
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
-        attend=backend.attend,
-        plan=plan,
-    )
+    arrays = (np.array(token_ids), *map(np.concatenate, (positions, slots)), np.array(sample_rows, np.int64))
+    sources, indices, mapping, sampled = send(arrays, device)
+    ids = sources if device.type == "cpu" else take_tokens(sources, drawn.tokens)
+    return Batch(ids, indices, mapping, sampled, backend.attend, plan)
+
+
+def send(parts: Sequence[Int64[np.ndarray, " _"]], device: torch.device) -> list[Tensor]:
+    """Return arrays of int64 as tensors on the device, sent in one copy that nobody waits for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(part) for part in parts]
+    # the allocator of pinned memory keeps the buffer until the copy is done
+    packed = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=True)
+    np.concatenate(parts, out=packed.numpy())
+    return list(torch.split(packed.to(device, non_blocking=True), [len(part) for part in parts]))

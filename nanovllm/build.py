@@ -19,7 +19,10 @@ from nanovllm.kv_cache import KVCache, bytes_per_token
 from nanovllm.loader import build_model, draw_weights, load_weights
 from nanovllm.model_runner import ModelRunner
 from nanovllm.ops.attention import find_backend
-from nanovllm.scheduler import Scheduler
+from nanovllm.ops.sample import MOST_LOGPROBS
+from nanovllm.request import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
 from nanovllm.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,9 @@ class Plan:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
-    """What is computed in, and what the cache holds."""
+    """What is computed in."""
+    cache_dtype: torch.dtype
+    """What the cache holds: ``dtype``, or float8."""
     storage: torch.dtype
     """What matrices are held in: ``dtype``, or float16 on a CPU."""
     max_model_len: int
@@ -47,6 +52,8 @@ class Plan:
     block_size: int
     backend: Any
     """The attention backend's module."""
+    deterministic: bool
+    """Whether kernels must not be chosen by the size of a step; False on a CPU, where none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +71,18 @@ def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
     model = ModelConfig.from_dict(checkpoint.config)
     device = _device(config.device)
     dtype, storage = _dtypes(config.dtype, model.dtype, device)
-    backend = find_backend(config.attention_backend, device.type)
+    backend = find_backend(config.attention_backend, device.type, (model.head_dim, config.block_size, dtype))
     return Plan(
         model=model,
         device=device,
         dtype=dtype,
+        cache_dtype=_cache_dtype(config.kv_cache_dtype, dtype, device, backend),
         storage=storage,
         max_model_len=_max_model_len(config.max_model_len, model),
         max_num_batched_tokens=config.max_num_batched_tokens or STEP_TOKENS.get(device.type, STEP_TOKENS["cpu"]),
         block_size=config.block_size or backend.PREFERRED_BLOCK_SIZE,
         backend=backend,
+        deterministic=_deterministic(config, device, backend),
     )
 
 
@@ -86,12 +95,17 @@ def build(config: EngineConfig) -> Built:
     tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
     model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
     if config.load_format == "dummy":
-        draw_weights(model, facts.device, facts.storage, config.seed)
+        draw_weights(model, facts.device, facts.storage, config.seed, deterministic=facts.deterministic)
     else:
         tensors = checkpoint.tensors()
-        load_weights(model, tensors, facts.device, facts.storage, progress=config.use_tqdm_on_load)
-    num_blocks = cache_blocks(config, facts)
-    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.dtype, facts.device)
+        load_weights(
+            model, tensors, facts.device, facts.storage,
+            deterministic=facts.deterministic, progress=config.use_tqdm_on_load,
+        )  # fmt: skip
+    measured = facts.device.type == "cuda" and config.num_gpu_blocks_override is config.kv_cache_memory_bytes is None
+    working = working_bytes(config, facts, model) if measured else None
+    num_blocks = cache_blocks(config, facts, working=working)
+    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.cache_dtype, facts.device)
     logger.info(
         "%s in %s on %s: %d blocks of %d tokens, attention by %s",
         facts.model.architecture, facts.dtype, facts.device, num_blocks, facts.block_size, facts.backend.__name__,
@@ -101,6 +115,7 @@ def build(config: EngineConfig) -> Built:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         policy=config.scheduling_policy,
+        share_outputs=not facts.deterministic,  # a drawn token's key is not, to the last bit, that of a prompt's token
     )
     limits = Limits(
         max_model_len=facts.max_model_len,
@@ -111,7 +126,7 @@ def build(config: EngineConfig) -> Built:
     )
     engine = LLMEngine(
         scheduler,
-        ModelRunner(model, cache, facts.backend),
+        _runner(config, facts, model, cache),
         limits,
         make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
@@ -119,36 +134,87 @@ def build(config: EngineConfig) -> Built:
     return Built(engine, tokenizer, facts, checkpoint.generation_config)
 
 
-def cache_blocks(config: EngineConfig, facts: Plan, *, still_to_load: int = 0) -> int:
-    """How many blocks the cache gets. ``still_to_load``: bytes of weights that are not in memory yet."""
+def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
+    return ModelRunner(
+        model,
+        cache,
+        facts.backend,
+        max_requests=min(config.max_num_seqs, facts.max_num_batched_tokens),
+        max_model_len=facts.max_model_len,
+        enforce_eager=config.enforce_eager,
+        record_ahead=record_ahead,
+        deterministic=facts.deterministic,
+    )
+
+
+def working_bytes(config: EngineConfig, facts: Plan, model: Any) -> int:
+    """Compute the largest step there can be on a GPU; return what it takes of its memory beside weights and cache.
+
+    First a step of prompts alone, then one of decodes alone, with its graph; each with as many requests as may run.
+    """
+    number = min(config.max_num_seqs, facts.max_num_batched_tokens)
+    length = min(facts.max_num_batched_tokens // number, facts.max_model_len)
+    blocks = -(-length // facts.block_size)
+    requests = [
+        Request(request_id="", prompt_token_ids=[0] * length, params=SamplingParams(), max_tokens=1, arrival=0)
+        for _ in range(number)
+    ]
+    for place, request in enumerate(requests):
+        request.block_ids = list(range(place * blocks, (place + 1) * blocks))
+    torch.cuda.empty_cache()
+    try:
+        cache = KVCache.allocate(facts.model, blocks * len(requests), facts.block_size, facts.cache_dtype, facts.device)
+        runner = _runner(config, facts, model, cache, record_ahead=False)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        runner.submit(SchedulerOutput(tuple(Span(request, 0, length, True) for request in requests)))()
+        peak = torch.cuda.max_memory_allocated() - before
+        reserved = torch.cuda.memory_reserved()
+        for request in requests:  # a decode, whatever kind of it: its last token is one that was drawn
+            del request.prompt_token_ids[-1]
+        runner.submit(SchedulerOutput(tuple(Span(request, length - 1, length, True) for request in requests)))()
+        return int(peak + max(0, torch.cuda.memory_reserved() - reserved))
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {number} requests and {number * length} tokens does not fit beside the weights ({error}); "
+            f"lower max_num_batched_tokens={facts.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}.",
+            parameter="max_num_batched_tokens", value=facts.max_num_batched_tokens,
+        ) from error  # fmt: skip
+
+
+def cache_blocks(config: EngineConfig, facts: Plan, *, working: int | None = None, still_to_load: int = 0) -> int:
+    """How many blocks the cache gets.
+
+    ``working``: bytes that a step takes, None: an estimate; ``still_to_load``: bytes of weights not in memory yet.
+    """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    block_bytes = bytes_per_token(facts.model, facts.dtype) * facts.block_size
+    block_bytes = bytes_per_token(facts.model, facts.cache_dtype) * facts.block_size
     spare = config.kv_cache_memory_bytes
     if spare is None:
-        spare = _spare_bytes(config, facts) - still_to_load
+        spare = _spare_bytes(config, facts, working) - still_to_load
     most = config.max_num_seqs * -(-facts.max_model_len // facts.block_size)  # more could never be used
     blocks = min(spare // block_bytes, most)
     if blocks < 1:
         raise ConfigError(
-            f"{spare} bytes are left for the cache, and one block of {facts.block_size} tokens takes {block_bytes}; "
-            "give it more with kv_cache_memory_bytes, or take a smaller block_size or model.",
+            f"{spare} bytes are left for the cache, and one block of {facts.block_size} tokens takes {block_bytes}. "
+            f"Raise gpu_memory_utilization={config.gpu_memory_utilization} or kv_cache_memory_bytes; lower "
+            f"max_num_batched_tokens={facts.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, which the "
+            "working memory of a step follows; or take a smaller block_size or model.",
             parameter="kv_cache_memory_bytes", value=spare,
         )  # fmt: skip
     return blocks
 
 
-def _spare_bytes(config: EngineConfig, facts: Plan) -> int:
+def _spare_bytes(config: EngineConfig, facts: Plan, working: int | None) -> int:
     if facts.device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier engine of this process gave back is free too
         free, total = torch.cuda.mem_get_info(facts.device)
-        widest = max(
-            facts.model.hidden_size,
-            facts.model.intermediate_size,
-            facts.model.num_heads * facts.model.head_dim,
-        )
-        working = facts.max_num_batched_tokens * widest * 8 * facts.dtype.itemsize
-        working += config.max_num_seqs * facts.model.vocab_size * 4 * 4  # logits and their copies in float32
+        if working is None:
+            model = facts.model
+            widest = max(model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim)
+            working = facts.max_num_batched_tokens * widest * 8 * facts.dtype.itemsize
+            working += config.max_num_seqs * model.vocab_size * 4 * 4  # logits and their copies in float32
         return int(free - (1 - config.gpu_memory_utilization) * total) - working
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -177,14 +243,53 @@ def _dtypes(wanted: str, stored: str | None, device: torch.device) -> tuple[torc
 
     On a CPU "auto" gives float32's answers: it computes in float32, and holds matrices in float16 unless the
     checkpoint has more than 16 bits a weight to lose. "float16" asks for the same, for CPUs have no arithmetic in it.
+    A GPU without bfloat16 gets float16 in its place.
     """
     cpu = device.type == "cpu"
     if wanted == "auto" and not cpu:
         wanted = "float16" if stored == "float16" else "bfloat16"
     if cpu and (wanted == "auto" or DTYPES[wanted] == "float16"):
         return torch.float32, torch.float32 if wanted == "auto" and stored == "float32" else torch.float16
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    if DTYPES[wanted] == "bfloat16" and capability < (8, 0):
+        logger.warning("float16 instead of bfloat16: this device's compute capability is %d.%d, below 8.0", *capability)
+        wanted = "float16"
     dtype: torch.dtype = getattr(torch, DTYPES[wanted])
     return dtype, dtype
+
+
+def _cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device, backend: Any) -> torch.dtype:
+    """Return what the cache holds; float8 only where the backend's kernels read it."""
+    if wanted == "auto":
+        return dtype
+    lowest = getattr(backend, "FLOAT8_CAPABILITY", None)
+    if device.type != "cuda" or lowest is None or torch.cuda.get_device_capability(device) < lowest:
+        raise ConfigError(
+            f"kv_cache_dtype is {wanted!r}; it must be 'auto' here: a cache of float8 needs the Triton attention "
+            f"backend on a CUDA device of compute capability 8.9 or above, and this is {backend.__name__} on {device}.",
+            parameter="kv_cache_dtype", value=wanted,
+        )  # fmt: skip
+    return torch.float8_e4m3fn
+
+
+def _deterministic(config: EngineConfig, device: torch.device, backend: Any) -> bool:
+    """Return whether kernels have to be told; raise where they cannot be."""
+    if not config.deterministic or device.type != "cuda":
+        return False
+    if not getattr(backend, "DETERMINISTIC", False):
+        raise ConfigError(
+            "deterministic is True; it must be False here: on a GPU it needs the Triton attention backend, and this is "
+            f"{backend.__name__}. Use attention_backend='auto' on a device of compute capability 8.0 or above, with a "
+            "model whose head dimension is at most 256.",
+            parameter="deterministic", value=True,
+        )  # fmt: skip
+    if not 0 <= config.max_logprobs <= MOST_LOGPROBS:
+        raise ConfigError(
+            f"max_logprobs is {config.max_logprobs}; with deterministic=True it must be at most {MOST_LOGPROBS} on a "
+            "GPU, for the kernel of larger numbers adds up in another order. Lower it, or leave deterministic.",
+            parameter="max_logprobs", value=config.max_logprobs,
+        )  # fmt: skip
+    return True
 
 
 def _max_model_len(wanted: int | None, model: ModelConfig) -> int:

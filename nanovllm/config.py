@@ -28,6 +28,7 @@ IGNORED = {
 
 CHOICES = {
     "dtype": ("auto", *DTYPES),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
     "load_format": ("auto", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "generation_config": ("auto", "vllm"),
@@ -59,6 +60,8 @@ class EngineConfig:
     dtype: str = "auto"
     """"auto": on a GPU the checkpoint's type, bfloat16 for wider ones; on a CPU float32, with matrices held in
     float16 unless the checkpoint has them in float32."""
+    kv_cache_dtype: str = "auto"
+    """"auto": what is computed in; "fp8", which is "fp8_e4m3": half the bytes of 16-bit types, on a GPU."""
     device: str = "auto"
     """"auto": a CUDA device if there is one, else the CPU."""
     load_format: str = "auto"
@@ -84,6 +87,9 @@ class EngineConfig:
     """Seeds the requests that bring no seed of their own, and dummy weights."""
     enforce_eager: bool = False
     """Never use CUDA graphs. Has nothing to switch off on a CPU."""
+    deterministic: bool = False
+    """On a GPU, a request's log-probabilities are the same bits alone and in any company, which costs speed. Otherwise
+    they may differ in the last bits, for kernels are chosen by the size of a step. Changes nothing on a CPU."""
     compile: bool = False
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -131,7 +131,7 @@ class LLMEngine:
         """Decide and submit a step, settle the oldest one under way if there are enough; return what ended or streams.
 
         Raises EngineError if the computation fails: the requests of that step have then ended, and the engine
-        goes on with the others. On any other exception (Ctrl-C) nothing is lost: the step goes on, or can be begun again.
+        goes on with the others. On any other exception (Ctrl-C) nothing is lost: the step goes on, or begins again.
         """
         if self._stalled:
             self._settle_all()
@@ -161,7 +161,7 @@ class LLMEngine:
         try:
             self._under_way.append((output, self._runner.submit(output)))
         except Exception as error:
-            self._fail(output, error)
+            raise self._failure(output, error) from error
         except BaseException:
             self._stalled = True
             if not self._under_way or self._under_way[-1][0] is not output:
@@ -180,7 +180,7 @@ class LLMEngine:
             sampled = fetch()
         except Exception as error:
             self._under_way.popleft()
-            self._fail(output, error)
+            raise self._failure(output, error) from error
         except BaseException:
             self._stalled = True
             raise
@@ -189,14 +189,15 @@ class LLMEngine:
             self._ended += self.scheduler.update(output, sampled)
             self._streaming |= {s.request: None for s in output.spans if s.samples and s.request.stream}
 
-    def _fail(self, output: SchedulerOutput, error: Exception) -> NoReturn:
+    def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
+        """End the requests of a step that failed; return what the caller is told."""
         self._stalled = True
         for span in output.spans:
             self.abort(span.request.request_id)
-        raise EngineError(
+        return EngineError(
             f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
             f"{len(output.spans)} requests have ended; others, and new ones, can go on."
-        ) from error
+        )
 
     def _check(self, tokens: list[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
         limits, blocks = self.limits, self.scheduler.blocks

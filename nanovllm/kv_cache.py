@@ -11,13 +11,23 @@ from nanovllm.config import ModelConfig
 
 
 class KVCache:
-    """Keys and values of every layer, cut into blocks that requests hold through their block tables."""
+    """Keys and values of every layer, cut into blocks that requests hold through their block tables.
 
-    def __init__(self, data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"]) -> None:
+    One of float8 holds them divided by ``scales``: a number for the keys and one for the values of each head.
+    """
+
+    def __init__(
+        self,
+        data: Float[Tensor, "layers 2 blocks block_size kv_heads head_dim"],
+        scales: Float[Tensor, "layers 2 kv_heads"] | None = None,
+    ) -> None:
         self.data = data
         # views made once: every step asks for each of them
         self._layers = [(layer[0], layer[1]) for layer in data]
         self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
+        self._scales: list[tuple[()] | tuple[Tensor, Tensor]] = [()] * len(data)
+        if scales is not None:
+            self._scales = [(layer[0], layer[1]) for layer in scales]
 
     @classmethod
     def allocate(
@@ -32,7 +42,10 @@ class KVCache:
         if device.type == "cpu":
             memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
             return cls(torch.from_numpy(memory).view(dtype).view(shape))
-        return cls(torch.zeros(shape, dtype=dtype, device=device))
+        scales = None
+        if dtype is torch.float8_e4m3fn:  # keys and values of trained models stay far below its largest number, 448
+            scales = torch.ones(config.num_layers, 2, config.num_kv_heads, device=device)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
 
     @property
     def block_size(self) -> int:
@@ -53,6 +66,10 @@ class KVCache:
     ) -> tuple[Float[Tensor, "slots kv_heads head_dim"], Float[Tensor, "slots kv_heads head_dim"]]:
         """Return the same without the cut into blocks: slot = block * block_size + offset."""
         return self._slots[layer]
+
+    def scales(self, layer: int) -> tuple[()] | tuple[Float[Tensor, " kv_heads"], Float[Tensor, " kv_heads"]]:
+        """Return the scales of the keys and those of the values of one layer; nothing if the cache has none."""
+        return self._scales[layer]
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

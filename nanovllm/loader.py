@@ -53,7 +53,7 @@ def build_model(config: ModelConfig, max_model_len: int, dtype: torch.dtype, dev
         model = find_model(config.architecture)(config, max_model_len)
     model.to(dtype)
     for rotary in model.rotaries:
-        rotary.to(device)
+        rotary.to(device, dtype)
     return model
 
 
@@ -63,11 +63,12 @@ def load_weights(
     device: torch.device,
     storage: torch.dtype,
     *,
+    deterministic: bool = False,
     progress: bool = False,
 ) -> None:
     """Write a checkpoint's tensors into a model from ``build_model`` and make it ready to run.
 
-    ``storage`` is the type matrices are held in, see ``ops.linear.prepare``. Raises CheckpointError for a name that
+    For ``storage`` and ``deterministic`` see ``ops.linear.prepare``. Raises CheckpointError for a name that
     the model does not have, a shape that differs, a tensor given twice, and names that are missing at the end.
     """
     places = parameter_places(model)
@@ -83,17 +84,19 @@ def load_weights(
             del missing[name]
             parts[place.module] -= 1
             if parts[place.module] == 0:
-                _prepare(place.module, storage)
+                _prepare(place.module, storage, deterministic)
             bar.update()
     if missing:
         some = ", ".join(list(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} of {len(places)} tensors: {some}. Fetch the missing files."
         )
-    _prepare_tied(model, storage)
+    _prepare_tied(model, storage, deterministic)
 
 
-def draw_weights(model: nn.Module, device: torch.device, storage: torch.dtype, seed: int) -> None:
+def draw_weights(
+    model: nn.Module, device: torch.device, storage: torch.dtype, seed: int, *, deterministic: bool = False
+) -> None:
     """Fill the model with small random numbers: as good as real ones for timing, of no use for answers."""
     generator = torch.Generator(device).manual_seed(seed)
     for path, module in model.named_modules():
@@ -105,8 +108,8 @@ def draw_weights(model: nn.Module, device: torch.device, storage: torch.dtype, s
             else:
                 memory.normal_(0.0, 0.02, generator=generator)
         if kinds:
-            _prepare(module, storage)
-    _prepare_tied(model, storage)
+            _prepare(module, storage, deterministic)
+    _prepare_tied(model, storage, deterministic)
 
 
 def parameter_places(model: nn.Module) -> dict[str, Place]:
@@ -141,14 +144,14 @@ def _place(name: str, tensor: Tensor, places: dict[str, Place], missing: dict[st
     return place
 
 
-def _prepare(module: nn.Module, storage: torch.dtype) -> None:
+def _prepare(module: nn.Module, storage: torch.dtype, deterministic: bool) -> None:
     rearrange = getattr(module, "prepare", None)
     if callable(rearrange):
-        rearrange(storage)
+        rearrange(storage, deterministic=deterministic)
 
 
-def _prepare_tied(model: nn.Module, storage: torch.dtype) -> None:
+def _prepare_tied(model: nn.Module, storage: torch.dtype, deterministic: bool) -> None:
     """Prepare a head that reads the embedding: it has no tensor of its own whose arrival would do it."""
     head = model.lm_head
     if isinstance(head, nn.Module) and getattr(head, "_product", None) is None:
-        _prepare(head, storage)
+        _prepare(head, storage, deterministic)

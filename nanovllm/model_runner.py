@@ -1,37 +1,88 @@
-"""Execute one decided step: model, cache, attention backend and sampler together.
+"""Execute decided steps: model, cache, attention backend and sampler together.
 
-To change this file: ``submit`` is a function of the decision and of the cache. It decides nothing, and it keeps
-nothing of a request from one step to the next but what lies in the cache.
+To change this file: what ``submit`` computes is a function of the decision, of the cache and of the tokens that the
+step before drew. It decides nothing, and keeps nothing else of a request from one step to the next.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from nanovllm.batch import build_batch
+from nanovllm.batch import Drawn, build_batch
+from nanovllm.cuda_graphs import DecodeGraphs
 from nanovllm.engine import Fetch
 from nanovllm.kv_cache import KVCache
-from nanovllm.sampler import sample
-from nanovllm.scheduler import SchedulerOutput
+from nanovllm.request import Sampled
+from nanovllm.sampler import Samples, sample
+from nanovllm.scheduler import SchedulerOutput, Span
 
 
 class ModelRunner:
-    """Owns the model and the cache tensors. ``backend`` is a module as ``nanovllm.ops.attention`` describes."""
+    """Owns the model and the cache tensors. ``backend`` is a module as ``nanovllm.ops.attention`` describes.
 
-    def __init__(self, model: Any, cache: KVCache, backend: Any) -> None:
+    On a GPU a step is under way when ``submit`` returns, and one more may be submitted before its tokens are fetched.
+    Steps of decodes alone are replayed as CUDA graphs, unless ``enforce_eager``. ``deterministic`` asks the backend for
+    kernels that do not depend on the step; the model must have been loaded that way too.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: KVCache,
+        backend: Any,
+        *,
+        max_requests: int,
+        max_model_len: int,
+        enforce_eager: bool = False,
+        record_ahead: bool = True,
+        deterministic: bool = False,
+    ) -> None:
+        device = cache.data.device
         self.model = model
         self.cache = cache
         self.backend = backend
-        self.lookahead = 0
+        self.deterministic = deterministic
+        self.lookahead = 1 if device.type == "cuda" else 0
+        self._graphs = None
+        if device.type == "cuda" and not enforce_eager and hasattr(backend, "graph_plan"):
+            self._graphs = DecodeGraphs(
+                model, cache, backend,
+                max_requests=max_requests, max_model_len=max_model_len,
+                deterministic=deterministic, ahead=record_ahead,
+            )  # fmt: skip
+        self._drawn = self._graphs.drawn if self._graphs else Drawn(max_requests, device)
 
     @torch.inference_mode()
     def submit(self, output: SchedulerOutput) -> Fetch:
         """Begin the step; return what waits for its tokens."""
-        batch = build_batch(output, self.cache.block_size, self.backend, self.cache.data.device)
-        hidden = self.model(batch, self.cache)
-        requests = [span.request for span in output.spans if span.samples]
-        if not requests:
-            return lambda: [None] * len(output.spans)
-        drawn = iter(sample(self.model.logits(hidden[batch.sample_rows]), requests))
-        sampled = [next(drawn) if span.samples else None for span in output.spans]
-        return lambda: sampled
+        drawing = [span for span in output.spans if span.samples]
+        if self._graphs is not None and self._graphs.fits(output.spans):
+            samples = self._graphs.run(drawing)
+        else:
+            batch = build_batch(
+                output, self.cache.block_size, self.backend, self._drawn, deterministic=self.deterministic
+            )
+            hidden = self.model(batch, self.cache)
+            if not drawing:
+                return lambda: [None] * len(output.spans)
+            samples = sample(self.model.logits(hidden[batch.sample_rows]), drawing)
+        if not self.lookahead:
+            return _dealer(output.spans, samples)
+        self._drawn.keep(drawing, samples.tokens)
+        there = samples.to_host()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return _dealer(output.spans, there, arrived.synchronize)
+
+
+def _dealer(spans: Sequence[Span], samples: Samples, wait: Callable[[], None] | None = None) -> Fetch:
+    """Return what waits for the samples and deals them out to the spans that drew."""
+
+    def fetch() -> list[Sampled | None]:
+        if wait is not None:
+            wait()
+        sampled = iter(samples.sampled())
+        return [next(sampled) if span.samples else None for span in spans]
+
+    return fetch

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
-    """The natural logarithm of one token's probability, before temperature and filters."""
+    """The natural logarithm of one token's probability, before temperature and filters.
+
+    Not frozen, as the others are: a frozen one takes four times as long to make, and a step may make thousands.
+    """
 
     logprob: float
     rank: int | None = None

@@ -43,7 +43,7 @@ class Request:
     """One prompt and what has been computed of it. Only the scheduler and its block manager write here.
 
         token_ids   [ p p p p p p | o o o ] ?    p: prompt, o: output, ?: pending, a step under way draws it
-        computed    [ # # # # # # # # # ]   .    #: keys and values are in the cache, or a step under way puts them there
+        computed    [ # # # # # # # # # ]   .    #: in the cache, or a step under way puts it there
         block_ids   [ 7     | 2     | 9     ]    block 7 holds tokens [0, 4) at block size 4, and so on
 
     Invariant: 0 <= num_computed_tokens <= num_tokens, and num_computed_tokens <= len(block_ids) * block size. A step
@@ -122,13 +122,6 @@ class Request:
     def is_finished(self) -> bool:
         """Whether nothing more will be computed of it."""
         return self.status is Status.FINISHED
-
-    @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """Ids that must not be drawn now: those that would end it before ``min_tokens``."""
-        if self.num_output_tokens >= self.params.min_tokens:
-            return frozenset()
-        return self.eos_token_ids.union(self.params.stop_token_ids or ())
 
     def append(self, sampled: Sampled) -> None:
         """Add a drawn token and decide whether it ends the request (``finish_reason`` is then set).

@@ -1,66 +1,115 @@
 """Logits to tokens: one draw for each request that reached its end in this step, by that request's own rules."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from nanovllm.ops.sample import draw, greedy, keep_top_k, keep_top_p
+from nanovllm.batch import send
+from nanovllm.ops.sample import choose, greedy, log_probs
 from nanovllm.outputs import Logprob
-from nanovllm.request import Request, Sampled
+from nanovllm.request import Sampled
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Span
 
 
-def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> list[Sampled]:
-    """Draw the next token of each row; row i belongs to ``requests[i]``. No row changes another.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a step drew, where it was drawn: the host need not have waited for it."""
 
-    Order, as in vLLM: banned ids, temperature, top_k, top_p, draw. Log-probabilities are those of the unchanged
-    logits.
+    tokens: Int64[Tensor, " rows"]
+    numbers: Sequence[int | None]
+    """How many log-probabilities each row asked for."""
+    first: int = 0
+    """The first row that asked for any."""
+    logprobs: tuple[Tensor, ...] = ()
+    """What ``log_probs`` says of the rows from ``first`` to the last that asked."""
+
+    def to_host(self) -> "Samples":
+        """Begin to copy it to the host; wait for the device before you read the copy."""
+        tokens, *logprobs = (each.to("cpu", non_blocking=True) for each in (self.tokens, *self.logprobs))
+        return Samples(tokens, self.numbers, self.first, tuple(logprobs))
+
+    def sampled(self) -> list[Sampled]:
+        """Return it as what requests keep, one entry for each row."""
+        tokens: list[int] = self.tokens.tolist()
+        if not self.logprobs:
+            return [Sampled(token) for token in tokens]
+        own, ranks, values, ids = (each.tolist() for each in self.logprobs)
+        result = []
+        for row, (token, number) in enumerate(zip(tokens, self.numbers, strict=True), -self.first):
+            found = None
+            if number is not None:
+                found = {token: Logprob(own[row], ranks[row])}
+                for place, (value, other) in enumerate(zip(values[row][:number], ids[row], strict=False), 1):
+                    if other != token:
+                        found[other] = Logprob(value, place)
+            result.append(Sampled(token, found))
+        return result
+
+
+def sample(logits: Float[Tensor, "rows vocab"], spans: Sequence[Span]) -> Samples:
+    """Draw the next token of each row; row i follows ``spans[i]``. No row changes another.
+
+    Order, as in vLLM: banned ids, temperature, min_p, top_k, top_p, draw. Log-probabilities are those of the unchanged
+    logits. A request is read as of its span: more of it may be under way. On a GPU the host sends one message, and
+    waits for nothing.
     """
-    raw = logits
-    banned = [sorted(request.banned_token_ids) for request in requests]
-    if any(banned):
-        logits = logits.clone()
-        for row, ids in enumerate(banned):
-            logits[row, ids] = -torch.inf
-    tokens = greedy(logits)
-    drawing = [row for row, request in enumerate(requests) if not request.params.greedy]
+    params = [span.request.params for span in spans]
+    parts: list[np.ndarray] = []
+    drawing = not all(param.greedy for param in params)
     if drawing:
-        # rows that draw the same way go together: a filter costs only those who ask for it
-        everyone = len(drawing) == len(requests)
-        chosen = logits if everyone else logits[drawing]
-        drawn = _draw(chosen, [requests[row] for row in drawing])
-        tokens = drawn if everyone else tokens.index_copy(0, torch.tensor(drawing, device=tokens.device), drawn)
-    ids = tokens.tolist()
-    return [
-        Sampled(
-            token,
-            None if request.params.logprobs is None else _logprobs(raw[row], token, request.params.logprobs),
+        parts += settings(spans)
+    banned = [(row, token) for row, span in enumerate(spans) for token in banned_token_ids(span)]
+    if banned:
+        parts += list(np.array(banned, np.int64).T)
+    sent = send(parts, logits.device) if parts else []
+    allowed = logits
+    if banned:
+        allowed = logits.index_put((sent[-2], sent[-1]), logits.new_full((), -torch.inf))
+    if drawing:
+        seeds, positions, words = sent[:3]
+        numbers = words.view(torch.float32).view(4, -1)
+        temperatures, top_p, min_p, top_k = numbers
+        filtered = any(filters(param) for param in params)
+        tokens = choose(
+            allowed, temperatures, top_k.view(torch.int32), top_p, min_p, seeds, positions, filtered=filtered
         )
-        for row, (token, request) in enumerate(zip(ids, requests, strict=True))
-    ]
+    else:
+        tokens = greedy(allowed)
+    asked = [row for row, param in enumerate(params) if param.logprobs is not None]
+    if not asked:
+        return Samples(tokens, ())
+    rows = slice(asked[0], asked[-1] + 1)  # not those alone that asked: to pick them would copy their logits
+    most = max(params[row].logprobs or 0 for row in asked)
+    logprobs = log_probs(logits[rows], tokens[rows], most)
+    return Samples(tokens, [param.logprobs for param in params], asked[0], logprobs)
 
 
-def _draw(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> Int64[Tensor, " rows"]:
-    device = logits.device
-    scaled = logits / torch.tensor([[request.params.temperature] for request in requests], device=device)
-    top_k = [max(request.params.top_k, 0) for request in requests]
-    top_p = [request.params.top_p for request in requests]
-    filtered = [row for row in range(len(requests)) if top_k[row] > 0 or top_p[row] < 1.0]
-    if filtered:
-        part = keep_top_k(scaled[filtered], torch.tensor([top_k[row] for row in filtered], device=device))
-        scaled[filtered] = keep_top_p(part, torch.tensor([top_p[row] for row in filtered], device=device))
-    seeds = torch.tensor([request.seed for request in requests], device=device)
-    positions = torch.tensor([len(request.token_ids) for request in requests], device=device)
-    return draw(scaled, seeds, positions)
+def settings(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return seeds, positions, and in the words of the third temperatures, top_p, min_p (float32) and top_k (int32)."""
+    params = [span.request.params for span in spans]
+    numbers = np.empty((4, len(spans)), np.float32)
+    numbers[0] = [0.0 if param.greedy else param.temperature for param in params]
+    numbers[1] = [param.top_p for param in params]
+    numbers[2] = [param.min_p for param in params]
+    numbers[3].view(np.int32)[:] = [min(max(param.top_k, 0), 2**31 - 1) for param in params]
+    seeds = np.array([span.request.seed for span in spans], np.int64)
+    positions = np.array([span.stop for span in spans], np.int64)
+    return seeds, positions, numbers.reshape(-1).view(np.int64)
 
 
-def _logprobs(logits: Float[Tensor, " vocab"], token: int, number: int) -> dict[int, Logprob]:
-    """Return the drawn token and the ``number`` best, from one log-softmax."""
-    logprobs = logits.log_softmax(-1)
-    rank = int((logprobs > logprobs[token]).sum()) + 1
-    found = {token: Logprob(float(logprobs[token]), rank)}
-    best = logprobs.topk(min(number, logprobs.numel()))
-    for place, (value, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True), 1):
-        found.setdefault(index, Logprob(value, place))
-    return found
+def filters(params: SamplingParams) -> bool:
+    """Whether a request draws from less than the whole vocabulary."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+
+
+def banned_token_ids(span: Span) -> frozenset[int]:
+    """Ids that must not be drawn after a span: those that would end its request before ``min_tokens``."""
+    request = span.request
+    if span.stop - len(request.prompt_token_ids) >= request.params.min_tokens:
+        return frozenset()
+    return request.eos_token_ids.union(request.params.stop_token_ids or ())

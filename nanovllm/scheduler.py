@@ -54,12 +54,14 @@ class Scheduler:
     """Keeps the waiting queue and the running set, both in order of (priority, arrival).
 
     ``max_num_seqs`` bounds the running set, ``max_num_batched_tokens`` the tokens of a step. No more requests
-    run than there are tokens in the budget, so each request that decodes gains a token in every step.
+    run than there are tokens in the budget, so each request that decodes gains a token in every step. Blocks that hold
+    drawn tokens can be found by later prompts if ``share_outputs``.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs"
-    ) -> None:
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs",
+        share_outputs: bool = True,
+    ) -> None:  # fmt: skip
         self.blocks = blocks
         self.max_running = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -67,6 +69,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._by_priority = policy == "priority"
+        self._share_outputs = share_outputs
 
     def add(self, request: Request) -> None:
         """Queue a request behind those of its priority that came before it."""
@@ -124,7 +127,8 @@ class Scheduler:
             if request.is_finished:  # aborted while the step ran, or the step was decided before its end was known
                 continue
             if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
-                self.blocks.commit(request, span.stop)
+                known = span.stop if self._share_outputs else min(span.stop, len(request.prompt_token_ids))
+                self.blocks.commit(request, known)
             if token is not None:
                 request.append(token)
                 if request.finish_reason is not None:

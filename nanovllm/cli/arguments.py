@@ -7,6 +7,8 @@ import argparse
 import json
 from typing import Any, TypeAlias
 
+from nanovllm.cli.rows import GROUPS, ROWS
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 ENGINE = {"dtype": str, "device": str, "max_model_len": int, "max_num_seqs": int, "load_format": str}
@@ -53,33 +55,29 @@ def add_info(commands: Commands) -> None:
 
 def add_bench(commands: Commands) -> None:
     """Add ``nanovllm bench``."""
-    parser = _command(commands, "bench", "time a batch of random prompts with lengths drawn evenly between two bounds")
-    _add_model(parser)
-    parser.add_argument("--num-requests", type=_positive, default=256, metavar="N", help="default: %(default)s")
+    parser = _command(commands, "bench", "time this machine row by row, and say how far it is from its floor")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "rows:\n" + "\n".join(f"  {name:<12} {row.about}" for name, row in ROWS.items())
     parser.add_argument(
-        "--min-len",
-        type=_positive,
-        default=100,
-        metavar="N",
-        help="shortest prompt and output; default: %(default)s",
-    )
+        "--model", "-m", metavar="MODEL",
+        help="a folder, a .gguf file, a built-in name or a hub name like owner/name; default: random weights in the "
+        "shapes of Qwen3-0.6B on a GPU, of a small model on a CPU",
+    )  # fmt: skip
     parser.add_argument(
-        "--max-len",
-        type=_positive,
-        default=1024,
-        metavar="N",
-        help="longest prompt and output; default: %(default)s",
+        "--rows", type=_names, metavar="NAME,...", help=f"default: all; {', '.join(GROUPS)} stands for several"
     )
+    parser.add_argument("--sweep", action="store_true", help="time steps of 1 to 256 requests, for a plot")
     parser.add_argument(
-        "--vocab",
-        type=_positive,
-        default=10_000,
-        metavar="N",
-        help="largest token id to draw; default: %(default)s",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workload; default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.6, metavar="X", help="default: %(default)s")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+        "--scale", type=_above_zero, metavar="X",
+        help="multiplies the lengths, and the number of requests of all but the batch rows; default: 1 on a GPU, "
+        "1/16 on a CPU",
+    )  # fmt: skip
+    group = parser.add_argument_group("main workload", "instead of what --scale makes of it")
+    group.add_argument("--num-requests", type=_positive, metavar="N", help="256 at scale 1")
+    group.add_argument("--min-len", type=_positive, metavar="N", help="shortest prompt and output; 100 at scale 1")
+    group.add_argument("--max-len", type=_positive, metavar="N", help="longest prompt and output; 1024 at scale 1")
+    parser.add_argument("--json-only", action="store_true", help="print the line of JSON and nothing else")
+    _add_engine(parser)
 
 
 MODEL_HELP = "a folder, a .gguf file, a built-in name or a hub name like owner/name; default: %(default)s"
@@ -140,6 +138,22 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _above_zero(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _names(text: str) -> list[str]:
+    """Read names with commas between them."""
+    return [name for part in text.split(",") if (name := part.strip())]
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -61,7 +61,7 @@ def describe(model: str, **options: Any) -> dict[str, object]:
         "device": str(facts.device),
         "max_model_len": facts.max_model_len,
         "block_size": facts.block_size,
-        "bytes_per_token": bytes_per_token(facts.model, facts.dtype),
+        "bytes_per_token": bytes_per_token(facts.model, facts.cache_dtype),
         "cache_tokens": cache_blocks(config, facts, still_to_load=weight_bytes) * facts.block_size,
     }
 

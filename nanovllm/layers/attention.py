@@ -9,8 +9,7 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles
-from nanovllm.ops.rotary import rotate
-from nanovllm.ops.store_kvcache import store_kvcache
+from nanovllm.ops.rotate_and_store import rotate_and_store
 
 
 class Attention(nn.Module):
@@ -43,19 +42,20 @@ class Attention(nn.Module):
         self.k_norm = None if norm is None else norm(self.head_dim, config.norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
-    ) -> Float[Tensor, "tokens width"]:
-        """Return what attention adds to each token."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
-        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rotate(self.q_norm(qk[:, : self.heads]), *angles)
-            k = rotate(self.k_norm(qk[:, self.heads :]), *angles)
-        else:
-            qk = rotate(qk, *angles)
-            q, k = qk[:, : self.heads], qk[:, self.heads :]
-        store_kvcache(k, v, *cache.slots(self.layer), batch.slot_mapping)
+        self,
+        x: Float[Tensor, "tokens width"],
+        residual: Float[Tensor, "tokens width"] | None,
+        norm: RMSNorm,
+        angles: Angles,
+        cache: KVCache,
+        batch: Batch,
+    ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
+        """Attend to the norm of x + residual; return (what attention adds to each token, x + residual)."""
+        projected, total = self.qkv_proj.after_norm(x, residual, norm)
+        qkv = projected.view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
+        q_norm, k_norm, scales = self.q_norm, self.k_norm, cache.scales(self.layer)
+        norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
         keys, values = cache.layer(self.layer)
-        out = batch.attend(q, keys, values, batch.plan, self.scale, self.window)
-        added: Tensor = self.o_proj(out.flatten(1))
-        return added
+        out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
+        return self.o_proj(out.flatten(1)), total

@@ -1,17 +1,17 @@
 """Layers that hold a matrix: linear ones, the embedding, and the head.
 
 ``prepare(storage)`` is called once, when a layer's parameters have been loaded. It may rearrange them for the device
-and hold them in a narrower type, so the parameters themselves are gone afterwards.
+and hold them in a narrower type, so the parameters themselves are gone afterwards. ``deterministic`` is an engine's
+option, see ``ops.linear.prepare``.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from nanovllm.ops.linear import prepare
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.ops.linear import Product, prepare
 
 
 class Linear(nn.Module):
@@ -21,18 +21,37 @@ class Linear(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = _parameter(outputs, inputs)
         self.bias = _parameter(outputs) if bias else None
-        self._product: Callable[[Tensor], Tensor] | None = None
+        self._product: Product | None = None
 
-    def prepare(self, storage: torch.dtype) -> None:
+    def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Take the weight in the form that the device likes best."""
         assert self.weight is not None, "prepare() is called once"
-        self._product = prepare(self.weight.data, None if self.bias is None else self.bias.data, storage)
+        bias = None if self.bias is None else self.bias.data
+        self._product = prepare(self.weight.data, bias, storage, deterministic=deterministic)
         self.weight = self.bias = None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to each row."""
         assert self._product is not None, "a layer is used before prepare()"
         return self._product(x)
+
+    def after_norm(
+        self, x: Float[Tensor, "tokens inputs"], residual: Float[Tensor, "tokens inputs"] | None, norm: RMSNorm
+    ) -> tuple[Float[Tensor, "tokens outputs"], Float[Tensor, "tokens inputs"]]:
+        """Return (the layer of the norm of x + residual, that sum), in one pass where the device has one."""
+        assert self._product is not None, "a layer is used before prepare()"
+        return self._product.after_norm(x, residual, norm.weight, norm.eps)
+
+    def gated_after_norm(
+        self,
+        x: Float[Tensor, "tokens inputs"],
+        residual: Float[Tensor, "tokens inputs"] | None,
+        norm: RMSNorm,
+        activation: str,
+    ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens inputs"]]:
+        """Return (activation(gate) * up, x + residual), where ``after_norm`` would give rows of gate and then up."""
+        assert self._product is not None, "a layer is used before prepare()"
+        return self._product.gated_after_norm(x, residual, norm.weight, norm.eps, activation)
 
 
 class MergedLinear(Linear):
@@ -54,7 +73,7 @@ class Embedding(nn.Module):
         self.weight = _parameter(vocab_size, width)
         self._dtype = torch.float32
 
-    def prepare(self, storage: torch.dtype) -> None:
+    def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Hold the table in the narrower type; what comes out has the model's."""
         self._dtype = self.weight.dtype
         if self.weight.device.type == "cpu":
@@ -76,20 +95,23 @@ class Head(nn.Module):
         super().__init__()
         self.weight = _parameter(vocab_size, width) if tied is None else None
         self._tied = (tied,)  # in a tuple, so that the embedding is not registered as a child of the head
-        self._product: Callable[[Tensor], Tensor] | None = None
+        self._product: Product | None = None
 
-    def prepare(self, storage: torch.dtype) -> None:
+    def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Take the weight in the form that the device likes best; a tied embedding keeps its own copy."""
         weight = self._tied[0].table() if self._tied[0] is not None else self.weight
         assert weight is not None, "prepare() is called once"
-        self._product = prepare(weight.data, None, storage)
+        self._product = prepare(weight.data, None, storage, deterministic=deterministic)
         self.weight = None
 
     def forward(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Return one row of logits for each row of hidden states; at least float32."""
+        """Return one row of logits for each row of hidden states; on a CPU at least float32.
+
+        On a GPU they keep the model's type: a wider copy would be the largest thing that a step reads and writes.
+        """
         assert self._product is not None, "the head is used before prepare()"
         logits = self._product(hidden)
-        return logits if logits.dtype is torch.float64 else logits.float()
+        return logits if logits.is_cuda or logits.dtype is torch.float64 else logits.float()
 
 
 def _parameter(*shape: int) -> nn.Parameter:

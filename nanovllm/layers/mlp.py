@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import Linear, MergedLinear
-from nanovllm.ops.activation import ACTIVATIONS, gate_times_up
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.ops.activation import ACTIVATIONS
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(y)) * up(y)), where y is the norm of x + residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -22,7 +23,9 @@ class MLP(nn.Module):
         self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
-        """Return what the block adds to each token."""
-        added: Tensor = self.down_proj(gate_times_up(self.gate_up_proj(x), self.activation))
-        return added
+    def forward(
+        self, x: Float[Tensor, "tokens width"], residual: Float[Tensor, "tokens width"] | None, norm: RMSNorm
+    ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
+        """Return (what the block adds to each token, x + residual)."""
+        gated, total = self.gate_up_proj.gated_after_norm(x, residual, norm, self.activation)
+        return self.down_proj(gated), total

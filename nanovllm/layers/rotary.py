@@ -40,13 +40,21 @@ class Rotary:
                 f"rope_scaling is {dict(config.settings)}, which gives {config.kind!r} no finite angles."
             )
         self.frequencies: Float[Tensor, " pairs"] = frequencies
+        self._max_model_len = max_model_len
+        self._table: Float[Tensor, "positions two head_dim"] | None = None
 
-    def to(self, device: torch.device) -> None:
-        """Move the frequencies."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move to a device. On a GPU the angles of every position are worked out now: a step then looks them up."""
         self.frequencies = self.frequencies.to(device)
+        if device.type == "cuda":
+            positions = torch.arange(self._max_model_len, device=device)
+            self._table = torch.cat(self.angles(positions, dtype), dim=1)
 
     def angles(self, positions: Int64[Tensor, " tokens"], dtype: torch.dtype) -> Angles:
         """Return the cosines and sines of a step; computed in float32, once for all layers."""
+        if self._table is not None and self._table.dtype is dtype:
+            found = self._table[positions]
+            return found[:, :1], found[:, 1:]
         turns = positions[:, None, None].float() * self.frequencies
         cos, sin = turns.cos() * self.scale, turns.sin() * self.scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

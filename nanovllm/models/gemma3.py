@@ -23,7 +23,7 @@ from nanovllm.layers.rotary import Angles, Rotary
 class GemmaNorm(RMSNorm):
     """RMS normalisation whose stored weight is the distance of the scale from 1."""
 
-    def prepare(self, storage: torch.dtype) -> None:
+    def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Turn the distance into the scale; called once, after loading."""
         self.weight.data += 1.0
 
@@ -47,8 +47,10 @@ class DecoderLayer(nn.Module):
         self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
     ) -> Float[Tensor, "tokens width"]:
         """Return the residual after both blocks."""
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, cache, batch))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        added, _ = self.self_attn(x, None, self.input_layernorm, angles, cache, batch)
+        x = x + self.post_attention_layernorm(added)
+        added, _ = self.mlp(x, None, self.pre_feedforward_layernorm)
+        x = x + self.post_feedforward_layernorm(added)
         return x
 
 

@@ -21,7 +21,8 @@ from nanovllm.layers.rotary import Angles, Rotary
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
-    The addition of a block's result is left to the norm that follows it, so that the two are one pass over memory.
+    The addition of a block's result is left to the block that follows it, which also gets the norm in between: the
+    three can be one pass over memory.
     """
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
@@ -40,13 +41,9 @@ class DecoderLayer(nn.Module):
         batch: Batch,
     ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
         """Return (what is still to be added, the residual)."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, angles, cache, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(x, residual, self.input_layernorm, angles, cache, batch)
+        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
+        return x, residual
 
 
 class Decoder(nn.Module):
@@ -94,6 +91,6 @@ class Llama(nn.Module):
         return hidden
 
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Score every token of the vocabulary as the next one; at least float32."""
+        """Score every token of the vocabulary as the next one; see ``Head``."""
         scores: Tensor = self.lm_head(hidden)
         return scores

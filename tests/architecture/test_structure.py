@@ -18,8 +18,8 @@ TESTS = Path(__file__).parents[1]
 
 CORE = [
     "errors", "sampling_params", "outputs", "prompts", "config", "request", "block_manager", "scheduler", "engine",
-    "ops", "batch", "kv_cache", "layers", "models", "tokenizer", "checkpoint", "loader", "sampler", "model_runner",
-    "build", "llm",
+    "ops", "batch", "kv_cache", "layers", "models", "tokenizer", "checkpoint", "loader", "sampler", "cuda_graphs",
+    "model_runner", "build", "llm",
 ]  # fmt: skip
 """The parts of the core, low to high: a part imports from its left only."""
 
@@ -34,7 +34,7 @@ ROOMS = [
 ENTRANCES = {"nanovllm": "__init__.py", "cli": "__main__.py"}
 """Files at the top that are no part: public names, and the door of the command line."""
 
-CODE_LINES, FILE_LINES = 2750, 300
+CODE_LINES, FILE_LINES = 3400, 300
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.request import Request
-from nanovllm.sampler import sample
+from nanovllm.request import Request, Sampled
+from nanovllm.sampler import banned_token_ids, sample
+from nanovllm.scheduler import Span
 
 VOCAB = 50
 
@@ -22,10 +23,20 @@ def make_request(place: int, *, eos: tuple[int, ...] = (), length: int = 3, **pa
     return request
 
 
+def spans(requests: list[Request]) -> list[Span]:
+    """Each request's last known token, after which the next one is drawn."""
+    return [Span(request, len(request.token_ids) - 1, len(request.token_ids), True) for request in requests]
+
+
+def drawn_by(logits: torch.Tensor, requests: list[Request]) -> list[Sampled]:
+    return sample(logits, spans(requests)).sampled()
+
+
 KINDS = [
     dict(temperature=0.0), dict(), dict(temperature=0.3), dict(temperature=2.0, top_k=5), dict(top_p=0.3),
     dict(top_k=9, top_p=0.7, temperature=0.5), dict(temperature=0.0, logprobs=3), dict(logprobs=4, top_k=1),
-    dict(min_tokens=5, stop_token_ids=[7, 8]), dict(seed=-5), dict(seed=2**63 - 1), dict(seed=-(2**63)),
+    dict(min_tokens=5, stop_token_ids=[7, 8]), dict(min_tokens=9, stop_token_ids=[4], temperature=0.0),
+    dict(seed=-5), dict(seed=2**63 - 1), dict(seed=-(2**63)),
 ]  # fmt: skip
 
 
@@ -38,10 +49,10 @@ def test_a_row_is_drawn_as_if_it_were_alone(seed):
     ]
     logits = torch.randn(len(requests), VOCAB)
     before = logits.clone()
-    together = sample(logits, requests)
+    together = drawn_by(logits, requests)
     assert torch.equal(logits, before)
     for row, request in enumerate(requests):
-        (alone,) = sample(logits[row : row + 1], [request])
+        (alone,) = drawn_by(logits[row : row + 1], [request])
         assert alone.token_id == together[row].token_id
         assert (alone.logprobs is None) == (request.params.logprobs is None)
         if alone.logprobs is not None:
@@ -52,7 +63,7 @@ def test_seed_and_position_decide():
     logits = torch.zeros(1, VOCAB)
 
     def token(seed: int, length: int, place: int = 0) -> int:
-        return sample(logits, [make_request(place, length=length, seed=seed)])[0].token_id
+        return drawn_by(logits, [make_request(place, length=length, seed=seed)])[0].token_id
 
     assert token(5, 10) == token(5, 10, place=3)
     by_seed = [token(seed, 10) for seed in range(200)]
@@ -66,7 +77,7 @@ def test_the_order_of_the_filters():
     logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log()
 
     def support(**params) -> set[int]:
-        return {sample(logits, [make_request(0, seed=seed, **params)])[0].token_id for seed in range(200)}
+        return {drawn_by(logits, [make_request(0, seed=seed, **params)])[0].token_id for seed in range(200)}
 
     assert support(top_p=0.6) == {0, 1}
     assert support(top_p=0.6, top_k=2) == {0}  # 8 of the 12 that are left
@@ -82,17 +93,19 @@ def test_end_ids_are_banned_before_min_tokens(temperature):
     logits = torch.full((1, VOCAB), -50.0)
     logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0]) * 20
     rules = dict(temperature=temperature, min_tokens=2, stop_token_ids=[8], logprobs=1)
-    (early,) = sample(logits, [make_request(0, eos=(7,), length=4, **rules)])
+    (early,) = drawn_by(logits, [make_request(0, eos=(7,), length=4, **rules)])
     assert early.token_id == 9
     assert early.logprobs[9].rank == 3  # as the model sees it: nothing is banned there
-    (late,) = sample(logits, [make_request(0, eos=(7,), length=5, **rules)])
+    (late,) = drawn_by(logits, [make_request(0, eos=(7,), length=5, **rules)])
     assert late.token_id == 7
 
 
 def test_greedy_ties_take_the_lowest_id():
     logits = torch.zeros(2, VOCAB)
     logits[1, [30, 10, 20]] = 1.0
-    drawn = sample(logits, [make_request(0, temperature=0.0, logprobs=0), make_request(1, temperature=0.0, logprobs=0)])
+    drawn = drawn_by(
+        logits, [make_request(0, temperature=0.0, logprobs=0), make_request(1, temperature=0.0, logprobs=0)]
+    )
     assert [one.token_id for one in drawn] == [0, 10]
     assert [one.logprobs[one.token_id].rank for one in drawn] == [1, 1]
 
@@ -102,7 +115,7 @@ def test_logprobs_are_the_log_softmax():
     logits = torch.randn(1, VOCAB) * 3
     expected = logits[0].double().log_softmax(-1)
     order = expected.argsort(descending=True).tolist()
-    (drawn,) = sample(logits, [make_request(0, logprobs=10, temperature=2.0, seed=3)])
+    (drawn,) = drawn_by(logits, [make_request(0, logprobs=10, temperature=2.0, seed=3)])
     assert next(iter(drawn.logprobs)) == drawn.token_id
     for token, entry in drawn.logprobs.items():
         assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-5)
@@ -111,7 +124,7 @@ def test_logprobs_are_the_log_softmax():
 
 
 def test_more_logprobs_than_tokens():
-    (drawn,) = sample(torch.zeros(1, 3), [make_request(0, logprobs=20)])
+    (drawn,) = drawn_by(torch.zeros(1, 3), [make_request(0, logprobs=20)])
     assert sorted(drawn.logprobs) == [0, 1, 2]
 
 
@@ -121,13 +134,108 @@ def test_extreme_rows_harm_no_other(temperature):
     logits = torch.randn(5, VOCAB)
     params = dict(temperature=temperature, top_k=10, top_p=0.9)
     requests = [make_request(place, **params) for place in range(5)]
-    clean = sample(logits, requests)
+    clean = drawn_by(logits, requests)
     logits[1] = -torch.inf
     logits[1, 33] = 0.0
     logits[2] = torch.nan
     logits[3, 4] = 1e4
-    tokens = [one.token_id for one in sample(logits, requests)]
+    tokens = [one.token_id for one in drawn_by(logits, requests)]
     assert [tokens[0], tokens[4]] == [clean[0].token_id, clean[4].token_id]
     assert tokens[1] == 33
     assert 0 <= tokens[2] < VOCAB
     assert tokens[3] == 4
+
+
+def test_a_request_is_read_as_of_its_span():
+    """Tokens that came to be known since, or that are still under way, change nothing."""
+    torch.manual_seed(3)
+    logits = torch.randn(1, VOCAB)
+    for params in (dict(seed=4), dict(seed=4, min_tokens=6, stop_token_ids=range(0, VOCAB, 2))):
+        known, behind, ahead = (make_request(0, length=length, **params) for length in (8, 7, 10))
+        span = Span(known, 7, 8, True)
+        expected = sample(logits, [span]).sampled()
+        assert sample(logits, [Span(behind, 7, 8, True)]).sampled() == expected
+        assert sample(logits, [Span(ahead, 7, 8, True)]).sampled() == expected
+        assert banned_token_ids(span) == frozenset(params.get("stop_token_ids", ()))
+    assert banned_token_ids(Span(known, 7, 9, True)) == frozenset()  # 6 tokens after a prompt of 3
+
+
+def test_what_may_not_be_drawn_before_min_tokens():
+    """Ids that end a request, its own and the model's, until it has its least number of tokens."""
+    request = make_request(0, length=9, min_tokens=2, stop_token_ids=[5])
+    request.eos_token_ids = frozenset({7})
+    prompt = len(request.prompt_token_ids)
+    found = [banned_token_ids(Span(request, prompt + n - 1, prompt + n, True)) for n in range(4)]
+    assert found == [{5, 7}, {5, 7}, frozenset(), frozenset()]
+    assert banned_token_ids(Span(make_request(0, length=9), 7, 8, True)) == frozenset()
+
+
+def test_greedy_rows_cost_one_argmax(monkeypatch):
+    monkeypatch.setattr("nanovllm.sampler.choose", None)
+    monkeypatch.setattr("nanovllm.sampler.send", None)
+    assert drawn_by(torch.eye(4, VOCAB), [make_request(place, temperature=0.0) for place in range(4)]) == [
+        Sampled(place) for place in range(4)
+    ]
+
+
+def test_a_copy_on_the_host_says_the_same():
+    torch.manual_seed(4)
+    requests = [make_request(place, logprobs=number) for place, number in enumerate((None, 3, None, 0, 5, None))]
+    drawn = sample(torch.randn(6, VOCAB), spans(requests))
+    assert drawn.to_host().sampled() == drawn.sampled()
+    assert [len(one.logprobs) if one.logprobs else 0 for one in drawn.sampled()][::2] == [
+        0,
+        0,
+        6 - drawn_in_best(drawn),
+    ]
+
+
+def drawn_in_best(drawn) -> bool:
+    """Whether the fifth row's token is one of its five best."""
+    return bool((drawn.logprobs[3][4 - drawn.first] == drawn.tokens[4]).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_16_bits_are_taken_as_they_are(dtype):
+    torch.manual_seed(5)
+    logits = torch.randn(len(KINDS), VOCAB).to(dtype)
+    requests = [make_request(place, **kind) for place, kind in enumerate(KINDS)]
+    narrow, wide = drawn_by(logits, requests), drawn_by(logits.float(), requests)
+    assert [one.token_id for one in narrow] == [one.token_id for one in wide]
+    for one, other in zip(narrow, wide, strict=True):
+        if one.logprobs is not None:
+            assert [entry.logprob for entry in one.logprobs.values()] == pytest.approx(
+                [entry.logprob for entry in other.logprobs.values()], abs=1e-6
+            )
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_a_cpu_draws():
+    torch.manual_seed(6)
+    logits = torch.randn(len(KINDS) * 20, 151_936) * 3
+    requests = [make_request(place, **KINDS[place % len(KINDS)]) for place in range(len(logits))]
+    drawn = sample(logits.cuda(), spans(requests)).to_host()
+    torch.cuda.synchronize()
+    here, there = drawn.sampled(), drawn_by(logits, requests)
+    assert sum(one.token_id != other.token_id for one, other in zip(here, there, strict=True)) <= 1
+    for one, other in zip(here, there, strict=True):
+        if one.token_id == other.token_id and one.logprobs is not None:
+            assert list(one.logprobs) == list(other.logprobs)
+            for token, entry in one.logprobs.items():
+                assert entry.rank == other.logprobs[token].rank
+                assert entry.logprob == pytest.approx(other.logprobs[token].logprob, abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_drawing_waits_for_nothing():
+    logits = torch.randn(len(KINDS), 151_936, device="cuda", dtype=torch.bfloat16)
+    requests = spans([make_request(place, **kind) for place, kind in enumerate(KINDS)])
+    sample(logits, requests)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = sample(logits, requests).to_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert len(drawn.sampled()) == len(KINDS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.batch import build_batch
+from nanovllm.batch import Drawn, build_batch
 from nanovllm.checkpoint import open_checkpoint
 from nanovllm.config import ModelConfig
 from nanovllm.kv_cache import KVCache
@@ -75,7 +75,7 @@ def our_logits(
     rows, start = [], 0
     for size in chunks or [len(token_ids)]:
         output = SchedulerOutput((Span(request, start, start + size, samples=True),))
-        batch = build_batch(output, block_size, backend, device)
+        batch = build_batch(output, block_size, backend, Drawn(1, torch.device(device)))
         rows.append(ours.model.logits(ours.model(batch, cache)))
         start += size
     assert start == len(token_ids)

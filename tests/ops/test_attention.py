@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.ops import attention
 from nanovllm.ops.attention import find_backend, reference
 
 BACKENDS = ("sdpa",)
-"""Those that run on a CPU as they are; ``test_attention_kernel`` has Triton's."""
+"""Those that run on a CPU as they are. ``test_attention_kernel`` has Triton's, ``test_attention_flash`` the others with
+stand-ins for their libraries; ``test_every_backend_that_this_machine_has`` takes them all as they are, on its GPU."""
 
 # Probabilities times values of unit size, summed in float32 in another order; the 16-bit types round the scores or
 # the probabilities once more than the reference does (vLLM allows its kernels 1.5e-2 in bfloat16).
@@ -243,8 +245,25 @@ def test_query_rows_may_be_a_slice_of_the_projection(name):
     assert torch.equal(sliced.by_backend(name, 0.25, None), case.by_backend(name, 0.25, None))
 
 
+@pytest.mark.parametrize("name", attention.BACKENDS)
+def test_every_backend_that_this_machine_has(name):
+    """On the GPU if there is one, in its own favourite block size. The others are skipped with the reason."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        backend = find_backend(name, device.type, (64, None, torch.float16))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for step in ("decodes", "fresh prefills", "chunks", "mixed"):
+        case = make_case(*STEPS[step], block_size=backend.PREFERRED_BLOCK_SIZE, head_dim=64, dtype=torch.float16)
+        query, keys, values = (tensor.to(device) for tensor in (case.query, case.keys, case.values))
+        plan = backend.plan(case.query_lens, case.context_lens, case.tables, keys.shape[1], device)
+        for window in (None, 1, 5, 16):
+            out = backend.attend(query, keys, values, plan, 0.2, window).cpu()
+            torch.testing.assert_close(out, case.by_reference(0.2, window), rtol=4e-3, atol=4e-3)
+
+
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"attention_backend is 'flash'.*sdpa"):
+    with pytest.raises(ConfigError, match=r"attention_backend is 'flash'.*flash_attn.*sdpa"):
         find_backend("flash", "cpu")
 
 

@@ -7,15 +7,19 @@ races nor speed, and its ``tl.dot`` is wrong for bfloat16, which is therefore le
 import random
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 import nanovllm.ops.attention as front
+from nanovllm.cuda_graphs import MOST_PARTS, MOST_SHARED, DecodeGraphs
 from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import find_backend, paged, reference
+from nanovllm.ops.rotate_and_store.reference import quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The 16-bit types round the probabilities once more than the reference does; sums run in another order.
@@ -146,7 +150,8 @@ def test_more_chunks_than_are_joined_at_once():
 
 
 @pytest.mark.parametrize("window", [None, CHUNK + 100])
-def test_cut_or_uncut_in_company_or_alone_a_decode_gets_the_same_bits(window):
+def test_cut_or_uncut_in_company_or_alone_a_decode_gets_the_same_bits(window, monkeypatch):
+    monkeypatch.setattr(paged, "CUT_TILES", paged.DECODE_TILES)  # a tile is summed in an order of its own
     dtype = list(TOLERANCE)[-1]
     case = make_case([1, 1, 4, 1], [2 * CHUNK + 129, 60, 10, 3 * CHUNK], kv_heads=2, dtype=dtype)
     out = case.by_kernel(0.3, window, FEW)
@@ -163,6 +168,292 @@ def test_a_prompt_in_chunks_gets_the_same_bits(window):
     for first, stop in ((0, 70), (70, 87), (87, 150)):
         chunk = replace(case, query=case.query[first:stop], query_lens=[stop - first], context_lens=[stop])
         assert torch.equal(chunk.by_kernel(0.3, window), whole[first:stop])
+
+
+@pytest.mark.parametrize("block_size", [16, 128, 256])
+@pytest.mark.parametrize("tile", [*paged.DECODE_TILES, *paged.CUT_TILES], ids=str)
+def test_tiles_in_one_block_and_across_blocks(tile, block_size, monkeypatch):
+    monkeypatch.setattr(paged, "DECODE_TILES", (tile,))
+    monkeypatch.setattr(paged, "CUT_TILES", (tile,))
+    case = make_case([1, 1], [2 * CHUNK + 129, 130], block_size=block_size)
+    for processors in (FEW, MANY):
+        check(case, processors=processors)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("keys", [16, 64, 128])
+def test_prefill_tiles_in_one_block_and_across_blocks(keys, block_size, monkeypatch):
+    monkeypatch.setattr(paged, "PREFILL_TILES", ((keys, 8, 3),))
+    for window in (None, 70):
+        check(make_case([200, 30], [210, 180], block_size=block_size), window=window)
+
+
+where_float8_is = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < paged.FLOAT8_CAPABILITY,
+    reason="needs compute capability 8.9",
+)
+
+
+def in_float8(case: Case, key_scales: torch.Tensor, value_scales: torch.Tensor) -> tuple[Case, Case]:
+    """The case with a cache of float8, and what it means: the numbers of that cache times their scales."""
+    pairs = ((case.keys, key_scales), (case.values, value_scales))
+    narrow = [quantize(cache.flatten(0, 1), scales).view(cache.shape) for cache, scales in pairs]
+    wide = [cache.float() * scales[:, None] for cache, scales in zip(narrow, (key_scales, value_scales), strict=True)]
+    return replace(case, keys=narrow[0], values=narrow[1]), replace(case, keys=wide[0], values=wide[1])
+
+
+def check_float8(case: Case, window: int | None = None, processors: int = FEW) -> None:
+    scales = torch.rand(2, case.keys.shape[2], device=DEVICE) * 0.1 + 0.01
+    case, meant = in_float8(case, *scales)
+    scale = case.query.shape[2] ** -0.5
+    plan = paged.plan(case.query_lens, case.context_lens, case.tables, case.keys.shape[1], DEVICE)
+    out = paged.attend(case.query, case.keys, case.values, replace(plan, processors=processors), scale, window, *scales)
+    assert out.dtype is case.query.dtype
+    bound = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out, meant.by_reference(scale, window), rtol=bound, atol=bound)
+
+
+@where_float8_is
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_cache_of_float8(block_size, window, dtype):
+    case = make_case(*STEPS["mixed"], block_size=block_size, kv_heads=3, dtype=dtype, head_dim=24)
+    check_float8(case, window=window)
+
+
+@where_float8_is
+@pytest.mark.parametrize("processors", [FEW, MANY])
+def test_long_contexts_of_float8(processors):
+    check_float8(make_case([1, 1, 1], [2 * CHUNK + 129, CHUNK, 17], kv_heads=2, block_size=64), processors=processors)
+
+
+@pytest.mark.gpu
+@where_float8_is
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_float8_head_dims(head_dim):
+    step = ([1, 5, 1, 130], [20, 21, 700, 300])
+    for dtype in (torch.float16, torch.bfloat16):
+        for processors in (FEW, MANY):
+            check_float8(make_case(*step, head_dim=head_dim, dtype=dtype, kv_heads=2), processors=processors)
+
+
+def make_shared_case(groups, alone=(), *, block_size=16, **options):
+    """Draw decodes, for each group (tokens in common, contexts), and between them others that share nothing."""
+    contexts, spans, size = [], [], lambda context: -(-context // block_size)
+    for common, members in groups:
+        contexts += members
+        spans += [common // block_size] * len(members)
+    case = make_case([1] * (len(contexts) + len(alone)), [*contexts, *alone], block_size=block_size, **options)
+    first = 0
+    for _, members in groups:
+        for place in range(first, first + len(members)):
+            case.tables[place][: spans[place]] = case.tables[first][: spans[place]]
+        first += len(members)
+    for context, table in zip(case.context_lens, case.tables, strict=True):
+        assert not case.keys[table[: size(context) - 1]].isnan().any()
+    order = random.Random(1).sample(range(len(case.tables)), len(case.tables))
+    return replace(case, context_lens=[case.context_lens[at] for at in order], tables=[case.tables[at] for at in order])
+
+
+SMALL_CHUNK = 64
+
+
+@pytest.fixture
+def sharing_pays(monkeypatch):
+    monkeypatch.setattr(paged, "LEAST_SAVED", 1)
+    monkeypatch.setattr(paged, "MIN_CHUNK", SMALL_CHUNK)
+    monkeypatch.setattr(paged, "SHARED_BY", 8)
+
+
+def plan_of(case: Case) -> paged.Plan:
+    return paged.plan(case.query_lens, case.context_lens, case.tables, case.keys.shape[1], DEVICE)
+
+
+def every_part(plan: paged.Plan) -> list[int]:
+    """The parts that are computed, those in common first."""
+    parts = [plan.decodes[first + member, 4] + chunk for first, count, chunk in plan.shared for member in range(count)]
+    return [int(part) for part in (*parts, *plan.rest)]
+
+
+GROUPS = {
+    "two and others": ([(128, [130, 200, 128 + 64, 140]), (64, [65, 65, 70, 100, 127])], [1, 50, 64, 300]),
+    "more than a line": ([(64, [65 + place for place in range(17)])], [66]),
+    "all but the last token": ([(192, [193, 193, 193, 193])], []),
+    "the last token too": ([(192, [192, 192, 192, 192, 193])], [192]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_decodes_have_in_common(name, block_size, window, sharing_pays):
+    case = make_shared_case(*GROUPS[name], block_size=block_size)
+    plan = plan_of(case)
+    assert plan.shared.shape[0], "something is shared"
+    assert sorted(every_part(plan)) == list(range(plan.owners.shape[0])), "each part is computed once"
+    for processors in (FEW, MANY) if name == "two and others" else (FEW,):
+        check(case, window=window, processors=processors)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 17])
+def test_what_decodes_have_in_common_in_groups_of_heads(group, sharing_pays):
+    case = make_shared_case([(64, [65, 80, 128, 129])], [70], kv_heads=2, group=group, head_dim=24)
+    assert plan_of(case).shared.shape[0]
+    check(case)
+
+
+@pytest.mark.parametrize("tile", paged.SHARED_TILES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_shared_tiles_and_types(dtype, tile, sharing_pays, monkeypatch):
+    monkeypatch.setattr(paged, "SHARED_TILES", (tile,))
+    for rows in (16, 64, 128):
+        monkeypatch.setattr(paged, "SHARED_ROWS", rows)
+        check(make_shared_case([(128, [130 + place for place in range(11)])], [70], dtype=dtype, head_dim=64))
+
+
+@where_float8_is
+def test_what_decodes_have_in_common_in_float8(sharing_pays):
+    for block_size in (16, 64):
+        case = make_shared_case([(128, [130, 150, 170, 190])], [70], kv_heads=2, block_size=block_size)
+        assert plan_of(case).shared.shape[0]
+        check_float8(case)
+        check_float8(case, window=80, processors=MANY)
+
+
+def test_random_groups(sharing_pays):
+    rng = random.Random(3)
+    for most in (40, 6, 4):
+        groups = []
+        for _ in range(1 if most == 40 else rng.randint(2, 3)):
+            common = 64 * rng.randint(1, 3)
+            groups.append((common, [common + rng.randint(1, 90) for _ in range(rng.randint(most // 2 + 2, most))]))
+        alone = [rng.randint(1, 300) for _ in range(rng.randint(0, 3))]
+        case = make_shared_case(groups, alone, block_size=rng.choice([16, 64]))
+        assert plan_of(case).shared.shape[0]
+        check(case)
+
+
+def test_the_lists_of_a_step_that_shares(sharing_pays):
+    common = list(range(40, 48))  # 128 tokens
+    contexts, place = [200, 130, 129, 64, 150, 192], iter(range(100, 200))
+    tables = []
+    for context, shares in zip(contexts, [0, 1, 1, 0, 1, 1], strict=True):
+        blocks = -(-context // 16)
+        tables.append((common if shares else []) + [next(place) for _ in range(blocks - 8 * shares)])
+    plan = paged.plan([1] * 6, contexts, tables, 16, torch.device("cpu"))
+    at = [sum(-(-context // 16) for context in contexts[:request]) for request in range(6)]
+    assert plan.decodes.tolist() == [
+        [5, 192, at[5], 64, 0], [4, 150, at[4], 64, 3], [1, 130, at[1], 64, 6], [2, 129, at[2], 64, 9],
+        [0, 200, at[0], 64, 12], [3, 64, at[3], 64, 16],
+    ]  # fmt: skip
+    assert plan.owners.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 4 + [5]
+    assert plan.shared.tolist() == [[0, 4, 0], [0, 4, 1]]
+    assert plan.rest.tolist() == [2, 5, 8, 11, 12, 13, 14, 15, 16]
+
+
+def test_chunks_grow_until_the_parts_of_a_step_that_shares_are_few(sharing_pays, monkeypatch):
+    case = make_shared_case([(256, [260, 300, 340, 380])], [70])
+    assert plan_of(case).owners.shape[0] == 5 + 5 + 6 + 6 + 2
+    monkeypatch.setattr(paged, "MOST_PARTS", 23)
+    plan = plan_of(case)
+    assert plan.owners.shape[0] == 4 * 3 + 1 and plan.shared[:, :2].tolist() == [[0, 4]] * 2
+    check(case)
+
+
+def groups_of(tables, contexts, block_size=16, chunk=32):
+    """What is found, as the numbers of the requests and the chunks in common."""
+    lens, flat = np.array([len(table) for table in tables]), np.array([block for table in tables for block in table])
+    order = np.argsort(-np.array(contexts), kind="stable")
+    starts = np.cumsum(lens) - lens
+    found = paged.find_groups(
+        np.array(contexts)[order], starts[order], np.full(len(order), chunk), flat.astype(np.int32), block_size
+    )
+    return [(sorted(order[members].tolist()), depth) for members, depth in found]
+
+
+def test_groups_are_found_by_whole_tables(monkeypatch):
+    monkeypatch.setattr(paged, "LEAST_SAVED", 1)
+    own = iter(range(1000, 2000))
+
+    def tables(*heads, blocks=6):
+        return [[*head, *(next(own) for _ in range(blocks - len(head)))] for head in heads]
+
+    def six(*heads):
+        return groups_of(tables(*heads), [96] * len(heads))
+
+    assert six(*[[1, 2, 3, 4]] * 5) == [([0, 1, 2, 3, 4], 2)]
+    assert six(*[[1, 2, 3]] * 5) == [([0, 1, 2, 3, 4], 1)], "whole chunks only"
+    assert six(*[[1]] * 5) == [], "the first block alone is half a chunk"
+    assert six(*[[1, 2]] * 3) == [], "three are not enough"
+    assert six([0, 2], [1, 2], [3, 2], [4, 2]) == [], "the same block after others"
+    assert six(*[[1, 2]] * 4, *[[3, 4]] * 4) == [([0, 1, 2, 3], 1), ([4, 5, 6, 7], 1)]
+    assert six(*[[1, 2, 3, 4, 5, 6]] * 4) == [([0, 1, 2, 3], 3)], "identical tables"
+    assert six([1, 2], *[[1, 2, 3, 4]] * 5) == [([0, 1, 2, 3, 4, 5], 1)], "compared with the longest, here the first"
+    assert six(*[[1, 2, 3, 4]] * 5, [1, 2]) == [([0, 1, 2, 3, 4], 2)], "what saves most"
+    nested = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
+    assert groups_of(nested, [32, 64, 96, 96, 96]) == [([1, 2, 3, 4], 2)], "a context of one chunk shares nothing"
+    assert groups_of(nested, [32, 33, 65, 96, 96]) == [([1, 2, 3, 4], 1)], "of 33 tokens, one chunk is whole"
+    assert groups_of([[7]] * 4, [200] * 4, block_size=256, chunk=64) == [([0, 1, 2, 3], 3)], "in one block"
+    monkeypatch.setattr(paged, "LEAST_SAVED", 3 * 64 + 1)
+    assert six(*[[1, 2, 3, 4]] * 4) == [], "too few tokens saved"
+
+
+def test_nothing_is_shared_where_bits_must_not_depend_on_others(sharing_pays):
+    case = make_shared_case(*GROUPS["two and others"])
+    prompts = [1] * len(case.tables)
+    plan = paged.plan(case.query_lens, case.context_lens, case.tables, 16, DEVICE, prompt_lens=prompts)
+    assert plan.shared.shape[0] == plan.rest.shape[0] == 0
+
+
+@pytest.mark.parametrize("name", [*GROUPS, "nothing"])
+def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
+    """The kernels on what a graph of 20 rows reads: padding computes nothing, and writes nothing."""
+    if DEVICE.type == "cpu":
+        facts = SimpleNamespace(multi_processor_count=1, shared_memory_per_block_optin=1 << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    case = make_shared_case(*GROUPS[name]) if name in GROUPS else make_case([1, 1, 1], [200, 130, 1])
+    number, rows = len(case.tables), 20
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs.backend, graphs.deterministic, graphs._processors = paged, False, MANY
+    graphs.cache = SimpleNamespace(data=torch.empty(1, 2, 1, 16, case.keys.shape[2], 1), block_size=16)
+    lens = np.array([len(table) for table in case.tables])
+    blocks = np.array([block for table in case.tables for block in table], np.int32)
+    field = {"decodes": np.full((rows + 1, 5), -9), "owners": np.full(MOST_PARTS, -9), "rest": np.full(MOST_PARTS, -9)}
+    field["shared"] = np.full((MOST_SHARED, 3), -9)
+    contexts = np.array(case.context_lens)
+    monkeypatch.setattr(paged, "SHORT_CHUNKS", ())
+    cuts = graphs._cut(field, contexts, np.cumsum(lens) - lens, blocks, rows)
+    assert bool(cuts.shared) == bool(cuts.rest) == (name in GROUPS)
+    assert cuts.chunk == SMALL_CHUNK and not cuts.long
+    there = {name: torch.tensor(array, dtype=torch.int32, device=DEVICE) for name, array in field.items()}
+    plan = paged.graph_plan(
+        there["decodes"], there["owners"][: cuts.parts], there["rest"][: cuts.rest], there["shared"][: cuts.shared],
+        torch.tensor(blocks, device=DEVICE), longest=0, chunk=cuts.chunk,
+    )  # fmt: skip
+    query = torch.cat((case.query, case.query.new_full((rows + 1 - number, *case.query.shape[1:]), torch.nan)))
+    for window in (None, 70):
+        out = paged.attend(query, case.keys, case.values, plan, 0.25, window)
+        torch.testing.assert_close(out[:number], case.by_reference(0.25, window), rtol=5e-6, atol=5e-6)
+        if DEVICE.type == "cpu":  # where what is allocated is poisoned
+            assert out[number:].isnan().all()
+
+
+def test_the_fewer_decodes_the_shorter_their_chunks(monkeypatch):
+    monkeypatch.setattr(paged, "SHORT_CHUNKS", (64, 128))
+    for contexts, chunk in (([1024], 64), ([1025], 128), ([2048], 128), ([2049], 256), ([256] * 8, 128)):
+        assert paged.shortest_chunk(np.array(contexts), 8, 132) == chunk
+    assert paged.worth_cutting(130, 130, 8, 132, 64)
+    assert not paged.worth_cutting(64, 64, 8, 132, 64)
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_short_chunks(chunk, monkeypatch):
+    case = make_case([1, 1, 1], [200, 64, 330], block_size=64)
+    plan = paged.plan(case.query_lens, case.context_lens, case.tables, 64, DEVICE, chunk=chunk)
+    assert plan.decodes[:, 3].tolist() == [chunk] * 3
+    out = paged.attend(case.query, case.keys, case.values, replace(plan, processors=MANY), 0.25)
+    torch.testing.assert_close(out, case.by_reference(0.25, None), rtol=5e-6, atol=5e-6)
 
 
 def test_chunks_grow_with_the_context_so_that_they_stay_few():

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from nanovllm.ops import activation, rms_norm, rotary, sample, store_kvcache
+from nanovllm.ops import activation, rms_norm, rotary, rotate_and_store, sample, store_kvcache
 from nanovllm.ops.kernels import TRITON, kernels_run_on
 
 
@@ -15,7 +15,8 @@ def test_tensors_on_a_cpu_take_the_reference():
 
 
 def test_front_doors_do_not_import_triton():
-    names = ", ".join(f"nanovllm.ops.{op}" for op in ("activation", "rms_norm", "rotary", "sample", "store_kvcache"))
+    doors = ("activation", "rms_norm", "rotary", "rotate_and_store", "sample", "store_kvcache")
+    names = ", ".join(f"nanovllm.ops.{op}" for op in doors)
     code = f"import sys, {names}; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -25,12 +26,14 @@ def test_front_doors_do_not_import_triton():
 def test_on_a_gpu_the_front_doors_take_the_kernels(monkeypatch):
     x = torch.randn(2, 3, 8, device="cuda")
     norm, angles, slots = torch.ones(8, device="cuda"), torch.ones(2, 1, 8, device="cuda"), torch.arange(2).cuda()
+    norms = (norm, norm, 1e-6)
     calls = [
         (rms_norm, "rms_norm", (x, norm, 1e-6)),
         (rms_norm, "add_rms_norm", (x[:, 0], x[:, 1], norm, 1e-6)),
         (rotary, "rotate", (x, angles, angles)),
         (activation, "gate_times_up", (x[:, 0], "silu")),
         (store_kvcache, "store_kvcache", (x, x, x.clone(), x.clone(), slots)),
+        (rotate_and_store, "rotate_and_store", (x, norms, angles, angles, *x.clone().view(2, 3, 1, 8), slots)),
         (sample, "greedy", (x[:, 0],)),
         (sample, "draw", (x[:, 0], slots, slots)),
     ]

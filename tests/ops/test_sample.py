@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from nanovllm.ops.sample import draw, greedy, keep_top_k, keep_top_p
-from nanovllm.ops.sample.reference import PREFIX, gumbel
+from nanovllm.ops.sample import choose, draw, greedy, log_probs
+from nanovllm.ops.sample.reference import PREFIX, gumbel, lowest_kept
 
 ALPHA = 1e-6
 SIGMAS = 6.0
@@ -21,9 +21,27 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def kept(logits: torch.Tensor) -> list[list[int]]:
-    """Which tokens of each row are left; checks that a filter changes no score that it keeps."""
-    return [[token for token, score in enumerate(row) if score > -INF] for row in logits.tolist()]
+OFF = {"temperatures": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def settings(rows: int, **changes: object) -> dict[str, torch.Tensor]:
+    """The tensors that ``choose`` wants, from numbers for all rows or lists of one for each; the rest is off."""
+    return {
+        name: torch.as_tensor(value, dtype=torch.int32 if name == "top_k" else torch.float32).expand(rows)
+        for name, value in (OFF | changes).items()
+    }
+
+
+def left(logits: torch.Tensor, **changes: object) -> torch.Tensor:
+    """The logits with what the filters drop at -inf."""
+    lowest = lowest_kept(logits, **settings(len(logits), **changes))
+    assert lowest.dtype is torch.float32
+    return logits.masked_fill(logits < lowest[:, None], -INF)
+
+
+def kept(logits: torch.Tensor, **changes: object) -> list[list[int]]:
+    """Which tokens of each row are left."""
+    return [[token for token, score in enumerate(row) if score > -INF] for row in left(logits, **changes).tolist()]
 
 
 # Greedy
@@ -78,23 +96,20 @@ def test_top_k_keeps_exactly_the_best(vocab):
     torch.manual_seed(vocab)
     sizes = [0, 1, 2, 3, vocab - 1, vocab, vocab + 1, 10**9]
     logits = torch.randn(len(sizes), vocab)
-    out = keep_top_k(logits, ints(*sizes))
-    assert kept(out) == [top_k_by_hand(row, k) for row, k in zip(logits.tolist(), sizes, strict=True)]
-    assert torch.equal(out[out > -INF], logits[out > -INF])
+    assert kept(logits, top_k=sizes) == [top_k_by_hand(row, k) for row, k in zip(logits.tolist(), sizes, strict=True)]
 
 
 def test_top_k_keeps_what_ties_with_the_last():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0]]).repeat(4, 1)
-    assert kept(keep_top_k(logits, ints(1, 2, 3, 5))) == [[1], [0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]]
+    assert kept(logits, top_k=[1, 2, 3, 5]) == [[1], [0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]]
 
 
 def test_top_k_of_tokens_that_are_banned_already():
-    assert kept(keep_top_k(torch.tensor([[-INF, 1.0, -INF, 0.0]]), ints(3))) == [[1, 3]]
+    assert kept(torch.tensor([[-INF, 1.0, -INF, 0.0]]), top_k=3) == [[1, 3]]
 
 
 def test_filters_of_no_rows():
-    assert keep_top_k(torch.empty(0, 5), ints()).shape == (0, 5)
-    assert keep_top_p(torch.empty(0, 5), torch.empty(0)).shape == (0, 5)
+    assert lowest_kept(torch.empty(0, 5), **settings(0, top_k=2, top_p=0.5, min_p=0.1)).shape == (0,)
 
 
 def test_top_p_at_exact_probabilities():
@@ -109,8 +124,7 @@ def test_top_p_at_exact_probabilities():
         0.99: [0, 1, 2, 3],
         1.0: [0, 1, 2, 3],
     }
-    out = keep_top_p(logits.repeat(len(wanted), 1), torch.tensor(list(wanted)))
-    assert kept(out) == list(wanted.values())
+    assert kept(logits.repeat(len(wanted), 1), top_p=list(wanted)) == list(wanted.values())
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 50, 3 * PREFIX])
@@ -119,35 +133,115 @@ def test_top_p_keeps_exactly_the_best(vocab, spread):
     torch.manual_seed(vocab)
     shares = [1e-12, 0.1, 0.301, 0.5001, 0.7, 0.95, 0.999, 1.0]
     logits = torch.randn(len(shares), vocab) * spread
-    out = keep_top_p(logits, torch.tensor(shares))
-    for row, p, found in zip(logits.tolist(), torch.tensor(shares).tolist(), kept(out), strict=True):
+    for row, p, found in zip(logits.tolist(), torch.tensor(shares).tolist(), kept(logits, top_p=shares), strict=True):
         # float32 sums may cross the line one token earlier or later where they come within 1e-6 of it
         assert found in [top_p_by_hand(row, near) for near in (p, p - 1e-6, min(p + 1e-6, 1.0))]
-    assert torch.equal(out[out > -INF], logits[out > -INF])
-    assert torch.equal(out[-1], logits[-1])
 
 
 def test_top_p_may_need_more_than_the_first_look():
     logits = torch.zeros(2, 4 * PREFIX)
     logits[:, :PREFIX] += 1e-3  # nearly flat: half of the probability lies far behind the first look
-    out = keep_top_p(logits, torch.tensor([0.1, 0.9]))
-    assert kept(out) == [list(range(PREFIX)), list(range(4 * PREFIX))]
+    assert kept(logits, top_p=[0.1, 0.9]) == [list(range(PREFIX)), list(range(4 * PREFIX))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_min_p_is_a_share_of_the_best(dtype):
+    logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log().to(dtype).repeat(5, 1)
+    assert kept(logits, min_p=[0.0, 0.1, 0.2, 0.4, 1.0]) == [
+        [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2], [0, 1], [0],
+    ]  # fmt: skip
+    assert kept(logits[:3], min_p=0.1, temperatures=[0.5, 1.0, 2.0]) == [[0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
 def test_filters_follow_each_other():
     logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log()
-    two = keep_top_k(logits, ints(2))
-    assert kept(keep_top_p(two, torch.tensor([0.6]))) == [[0]]  # 2/3 of what top-k has left, 1/2 of all
-    assert kept(keep_top_p(logits, torch.tensor([0.6]))) == [[0, 1]]
+    assert kept(logits, top_k=2, top_p=0.6) == [[0]]  # 2/3 of what top-k has left, 1/2 of all
+    assert kept(logits, top_p=0.6) == [[0, 1]]
+    assert kept(logits, min_p=0.2, top_p=0.9) == [[0, 1, 2]]  # 12/14 are not enough; of all, 14/16 would not be either
+    assert kept(logits, min_p=0.4, top_p=0.6) == [[0]]  # 2/3 of what min-p has left
+    assert kept(logits, min_p=0.2, top_k=2) == kept(logits, min_p=0.4, top_k=4) == [[0, 1]]
+
+
+def test_a_filter_sees_the_temperature():
+    logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log().repeat(2, 1)
+    assert kept(logits, top_p=0.6, temperatures=[0.5, 2.0]) == [[0], [0, 1, 2]]  # 64 of 86; roots: 6.24 of 8.24
+    assert kept(logits, top_k=2, temperatures=[0.5, 2.0]) == [[0, 1], [0, 1]]
 
 
 def test_a_row_without_limits_is_left_alone_beside_one_with():
     torch.manual_seed(0)
-    logits = torch.randn(3, 40)
-    out = keep_top_p(keep_top_k(logits, ints(0, 5, 0)), torch.tensor([1.0, 1.0, 0.5]))
-    assert torch.equal(out[0], logits[0])
-    assert len(kept(out)[1]) == 5
-    assert kept(out)[2] == top_p_by_hand(logits[2].tolist(), 0.5)
+    logits = torch.randn(4, 40)
+    found = kept(logits, top_k=[0, 5, 0, 0], top_p=[1.0, 1.0, 0.5, 1.0], min_p=[0.0, 0.0, 0.0, 1.0])
+    assert found[0] == list(range(40))
+    assert len(found[1]) == 5
+    assert found[2] == top_p_by_hand(logits[2].tolist(), 0.5)
+    assert found[3] == [int(logits[3].argmax())]
+
+
+# Choice
+
+
+def test_a_choice_is_the_draw_from_what_is_left():
+    torch.manual_seed(2)
+    logits, seeds, positions = torch.randn(40, 50), torch.arange(40), torch.arange(40) % 7
+    changes = {"temperatures": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.01}
+    scaled = left(logits, **changes) / torch.tensor(0.7)
+    found = choose(logits, **settings(40, **changes), seeds=seeds, positions=positions, filtered=True)
+    assert torch.equal(found, draw(scaled, seeds, positions))
+    found = choose(logits, **settings(40, temperatures=0.7), seeds=seeds, positions=positions, filtered=False)
+    assert torch.equal(found, draw(logits / torch.tensor(0.7), seeds, positions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_choice_sees_its_own_row_alone(dtype):
+    torch.manual_seed(3)
+    rows = 30
+    logits = torch.randn(rows, 60).to(dtype)
+    kinds = settings(
+        rows, temperatures=[0.0, 0.3, 1.0] * 10, top_k=[0, 4] * 15, top_p=[1.0, 0.4, 0.9, 1.0, 0.99] * 6,
+        min_p=[0.0] * 15 + [0.2] * 15,
+    )  # fmt: skip
+    kinds |= {"seeds": torch.arange(rows), "positions": torch.arange(rows) + 5}
+    together = choose(logits, **kinds, filtered=True)
+    assert torch.equal(together[::3], logits[::3].argmax(-1))
+    for row in range(rows):
+        alone = {name: value[row : row + 1] for name, value in kinds.items()}
+        assert int(choose(logits[row : row + 1], **alone, filtered=True)) == int(together[row])
+
+
+def test_draws_stay_as_they_are():
+    """A seed's tokens are a promise from one version to the next."""
+    logits = torch.linspace(-2, 2, 1000).repeat(8, 1)
+    found = choose(
+        logits, **settings(8, temperatures=0.8), seeds=torch.arange(8) * 10**12 - 5, positions=torch.arange(8) * 999,
+        filtered=False,
+    )  # fmt: skip
+    assert found.tolist() == [989, 621, 896, 789, 641, 900, 868, 997]
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_log_probs_are_the_log_softmax(dtype):
+    torch.manual_seed(4)
+    logits = (torch.randn(5, 70) * 3).to(dtype)
+    tokens = ints(0, 69, 3, 3, int(logits[4].argmax()))
+    own, ranks, values, ids = log_probs(logits, tokens, 6)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(own.double(), expected[torch.arange(5), tokens], rtol=0, atol=1e-5)
+    torch.testing.assert_close(values.double(), expected.topk(6).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(expected.gather(1, ids), expected.topk(6).values)
+    assert ranks.tolist() == [1 + sum(x > row[token] for x in row) for row, token in zip(logits, tokens, strict=True)]
+    assert int(ranks[4]) == 1
+
+
+def test_log_probs_of_small_vocabularies_and_of_nothing_but_the_token():
+    own, ranks, values, ids = log_probs(torch.zeros(2, 3), ints(0, 2), 5)
+    assert ids.sort(-1).values.tolist() == [[0, 1, 2]] * 2 and ranks.tolist() == [1, 1]
+    torch.testing.assert_close(values, torch.full((2, 3), -math.log(3)))
+    own, ranks, values, ids = log_probs(torch.tensor([[-INF, 1.0, -INF]]), ints(0), 0)
+    assert own.tolist() == [-INF] and ranks.tolist() == [2] and values.shape == ids.shape == (1, 0)
 
 
 # Distribution
@@ -196,10 +290,14 @@ def test_a_temperature_five_percent_off_would_be_seen():
 
 def test_filtered_draws_follow_the_softmax_of_what_is_left():
     torch.manual_seed(8)
-    logits = keep_top_p(keep_top_k(torch.randn(1, 32), ints(12)), torch.tensor([0.9]))[0]
-    tokens = draws(logits, torch.arange(DRAWS), torch.arange(DRAWS) % 17)
-    assert sorted(set(tokens.tolist())) == kept(logits[None])[0]
-    assert chi_square(tokens, logits) > ALPHA
+    logits = torch.randn(1, 32)
+    changes = {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperatures": 0.8}
+    tokens = choose(
+        logits.expand(DRAWS, -1), **settings(DRAWS, **changes), seeds=torch.arange(DRAWS),
+        positions=torch.arange(DRAWS) % 17, filtered=True,
+    )  # fmt: skip
+    assert sorted(set(tokens.tolist())) == kept(logits, **changes)[0]
+    assert chi_square(tokens, left(logits, **changes)[0] / 0.8) > ALPHA
 
 
 def test_neighbouring_draws_are_independent():
@@ -337,8 +435,9 @@ def test_a_row_of_nan_stays_inside_the_vocabulary_and_harms_no_other():
     torch.manual_seed(6)
     logits = torch.randn(3, 20)
     seeds, positions = ints(1, 2, 3), ints(4, 5, 6)
-    clean = draw(keep_top_p(keep_top_k(logits, ints(5, 5, 5)), torch.full((3,), 0.8)), seeds, positions)
+    changes = settings(3, top_k=5, top_p=0.8, min_p=0.01) | {"seeds": seeds, "positions": positions}
+    clean = choose(logits, **changes, filtered=True)
     logits[1] = torch.nan
-    tokens = draw(keep_top_p(keep_top_k(logits, ints(5, 5, 5)), torch.full((3,), 0.8)), seeds, positions)
+    tokens = choose(logits, **changes, filtered=True)
     assert tokens[[0, 2]].tolist() == clean[[0, 2]].tolist()
     assert 0 <= int(tokens[1]) < 20

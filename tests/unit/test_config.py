@@ -18,7 +18,10 @@ def options(**given):
 
 def test_the_defaults():
     config = options()
-    assert config.model == "folder" and config.dtype == config.device == config.load_format == "auto"
+    assert (
+        config.model == "folder"
+        and config.dtype == config.device == config.load_format == config.kv_cache_dtype == "auto"
+    )
     assert (config.max_num_seqs, config.gpu_memory_utilization, config.seed) == (256, 0.9, 0)
     assert config.max_model_len is config.block_size is config.num_gpu_blocks_override is None
     assert config.enable_prefix_caching and not config.skip_tokenizer_init
@@ -42,6 +45,7 @@ REFUSED = [
     *(("gpu_memory_utilization", value) for value in (0, 0.0, -0.1, 1.01, NAN, "0.9", None, True)),
     *(("max_logprobs", value) for value in (-2, 1.0, "1", None, True, NAN)),
     *(("dtype", value) for value in ("float64", "int8", "", None, 16)),
+    *(("kv_cache_dtype", value) for value in ("fp8_e5m2", "int8", "float16", "", None)),
     *(("load_format", value) for value in ("safetensors", "", None)),
     *(("scheduling_policy", value) for value in ("lifo", "", None)),
     *(("generation_config", value) for value in ("none", None)),
@@ -85,6 +89,7 @@ def test_a_wrong_type_is_refused(name, value):
         ({"gpu_memory_utilization": 1e-3}, {"gpu_memory_utilization": 1e-3}),
         ({"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}),
         ({"scheduling_policy": "priority"}, {"scheduling_policy": "priority"}),
+        *(({"kv_cache_dtype": name}, {"kv_cache_dtype": name}) for name in ("auto", "fp8", "fp8_e4m3")),
         ({"compile": False, "tensor_parallel_size": 1, "quantization": None}, {"compile": False}),
     ],
     ids=str,

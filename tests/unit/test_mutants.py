@@ -237,7 +237,8 @@ MUTANTS = [
     ),
     Mutant(
         "blocks are findable when they are planned", scheduler,
-        "budget -= size\n\n        output", "budget -= size\n            self.blocks.commit(request, request.num_tokens)\n\n        output",
+        "budget -= size\n\n        output",
+        "budget -= size\n            self.blocks.commit(request, request.num_tokens)\n\n        output",
         WORKLOADS,
     ),
     # steps that overlap
@@ -260,7 +261,8 @@ MUTANTS = [
     ),
     Mutant(
         "a step is computed behind the last token allowed", scheduler,
-        "if request.num_uncomputed_tokens == 1]", "if request.num_tokens - request.num_computed_tokens == 1]", WORKLOADS,
+        "if request.num_uncomputed_tokens == 1]",
+        "if request.num_tokens - request.num_computed_tokens == 1]", WORKLOADS,
     ),
     Mutant(
         "whoever outgrows the pool waits for ever", scheduler,

@@ -108,17 +108,6 @@ def test_nothing_but_length_ends_before_min_tokens():
     assert builder.pushed == [(3, False), (STOP, False), (3, True)]
 
 
-def test_what_may_not_be_drawn_before_min_tokens():
-    asked = request(min_tokens=2, stop_token_ids=[STOP])
-    assert asked.banned_token_ids == {END, STOP}
-    draw(asked, 3)
-    assert asked.banned_token_ids == {END, STOP}
-    draw(asked, 3)
-    assert asked.banned_token_ids == frozenset()
-    assert request().banned_token_ids == frozenset()
-    assert request(min_tokens=2, eos=(), stop_token_ids=[STOP]).banned_token_ids == {STOP}
-
-
 def test_min_tokens_equal_to_max_tokens_ends_by_either():
     assert draw(request(max_tokens=2, min_tokens=2), 3, END) == ("stop", None)
     assert draw(request(max_tokens=2, min_tokens=2), 3, 3) == ("length", None)

@@ -931,3 +931,25 @@ def test_a_stream_gives_each_token_once_and_only_new_ones():
 def test_a_step_of_an_idle_engine_is_nothing():
     bench = Bench(2)
     assert bench.engine.step() == [] and not bench.runner.outputs
+
+
+@pytest.mark.parametrize(("share", "found"), [(True, 12), (False, 8)])
+def test_drawn_tokens_are_found_by_a_later_prompt_only_if_they_may_be(share, found):
+    """Prompt of 9 tokens in blocks of 4, 6 drawn: the conversation goes on with all of them."""
+    blocks = BlockManager(32, 4, enable_prefix_caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64, share_outputs=share)
+
+    def request(prompt, arrival):
+        return Request(
+            request_id=str(arrival), prompt_token_ids=prompt, params=SamplingParams(), max_tokens=6, arrival=arrival
+        )
+
+    first = request(list(range(9)), 0)
+    scheduler.add(first)
+    while not first.is_finished:
+        output = scheduler.schedule()
+        scheduler.update(output, [Sampled(3) for _ in output.spans])
+    second = request([*first.token_ids, 5], 1)
+    scheduler.add(second)
+    scheduler.schedule()
+    assert second.num_cached_tokens == found

@@ -6,11 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.kernels import FUSED
+from nanovllm.ops.overlap import launch_options, release, wait
 
 
 @triton.jit
-def gate_times_up_kernel(gate_up, out, width, gate_up_token, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gate_times_up_kernel(
+    gate_up, out, width, gate_up_token, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr
+):
     """Compute ``BLOCK`` columns of one row."""
+    release(WAITS)
+    wait(WAITS)
     row = tl.program_id(0).to(tl.int64)  # int64: row * width passes 2**31
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -34,6 +39,7 @@ def gate_times_up(gate_up: Tensor, activation: str) -> Tensor:
         return out
     block = min(1024, triton.next_power_of_2(width))
     gate_times_up_kernel[(tokens, triton.cdiv(width, block))](
-        gate_up, out, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4, **FUSED
-    )
+        gate_up, out, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4,
+        **launch_options(gate_up), **FUSED,
+    )  # fmt: skip
     return out

@@ -1,23 +1,36 @@
-"""Paged attention in Triton: one kernel for decodes, one that puts split decodes together, one for longer spans.
+"""Paged attention in Triton: for decodes, for what decodes share, for putting split ones together, for longer spans.
 
-All of them read the cache through the block table, token by token, so a tile of keys may lie in any number of blocks
-of any size. Softmax runs over the tiles in powers of two and in float32, with a running maximum (``top``), sum of
-weights (``weight``) and weighted sum of values (``mixed``). Places that hold no token of the request are never read.
+All of them read the cache through the block table, so a tile of keys may lie in any number of blocks of any size;
+where tiles are known to lie in one block each (ONE), its number is one load and a tile's rows lie equally far apart.
+The blocks of a tile are looked up while the tile before it is loaded: the compiler then keeps all stages of its
+pipeline for keys and values, and none of them waits for the table. Softmax runs over the tiles in powers of two and in
+float32, with a running maximum (``top``), sum of weights (``weight``) and weighted sum of values (``mixed``). Places
+that hold no token of the request are never read.
 
-A request's numbers do not depend on its neighbours. A decode is cut into chunks whose length follows from its own
-context alone; each chunk is summed from nothing, and the sums are added from left to right. Whether one program does
-all that or each chunk has its own is a matter of speed: the arithmetic is the same. Multiply-adds are written out
-and the compiler is told to fuse no others, so that it does not treat one loop unlike another.
+A decode is cut into chunks whose length follows from its own context alone; each chunk is summed from nothing, and the
+sums are added from left to right. With tiles of one size, whether one program does all that or each chunk has its own
+is a matter of speed: the arithmetic is the same. Multiply-adds are written out and the compiler is told to fuse no
+others, so that it does not treat one loop unlike another.
+
+A chunk whose blocks several decodes have in common is summed for all of them by one program, which loads its keys and
+values once. The sums go where each decode's own program would have put them; its tiles have more rows, so the last
+bits may be others.
+
+A cache of float8 holds numbers that have been divided by a scale, one for the keys and one for the values of a head.
+A tile is turned into the query's type as soon as it is loaded; the scale of the keys is a factor of the scores, that
+of the values a factor of the result.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.ops.overlap import launch_options, release, wait
+
 
 @triton.jit
-def _load(base, offsets, live, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load [rows, DIM]: 0 past HEAD_DIM and, if MASKED, in rows that are not live."""
+def _load(base, offsets, live, dtype, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Load [rows, DIM] as ``dtype``: 0 past HEAD_DIM and, if MASKED, in rows that are not live."""
     dims = tl.arange(0, DIM)
     pointers = base + offsets[:, None] + dims[None, :]
     if MASKED:
@@ -26,22 +39,36 @@ def _load(base, offsets, live, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED
         rows = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     else:
         rows = tl.load(pointers)
+    if rows.dtype != dtype:
+        rows = rows.to(tl.float32).to(dtype)  # Triton 3.6 cannot turn float8 into bfloat16 at once on 8.9
     return rows
 
 
 @triton.jit
+def _look_up(table, start, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr):
+    """Return the blocks of the BLOCK_N tokens from ``start``, or if ONE their block; past ``stop``, the last one."""
+    places = start if ONE else start + tl.arange(0, BLOCK_N)
+    return tl.load(table + tl.minimum(places, stop - 1) // BLOCK_SIZE)
+
+
+@triton.jit
 def _find(
-    table, places, live, kv_head, block_stride, slot_stride, head_stride,
-    BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    blocks, start, kv_head, block_stride, slot_stride, head_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return where in the cache the tokens ``places`` of a request lie, for one key-value head."""
-    if MASKED:
-        blocks = tl.load(table + places // BLOCK_SIZE, mask=live, other=0)
-    else:
-        blocks = tl.load(table + places // BLOCK_SIZE)
+    """Return where in the cache the BLOCK_N tokens from ``start`` lie, for one key-value head: a number and a row each.
+
+    ``blocks`` comes from ``_look_up``.
+    """
     # int64: block 32,768 of 64 tokens by 8 heads by 128 channels begins at 2**31
-    inside = (places % BLOCK_SIZE).to(tl.int64) * slot_stride + kv_head.to(tl.int64) * head_stride
-    return blocks.to(tl.int64) * block_stride + inside
+    origin = kv_head.to(tl.int64) * head_stride
+    if ONE:
+        origin += blocks.to(tl.int64) * block_stride + (start % BLOCK_SIZE) * slot_stride
+        rows = tl.arange(0, BLOCK_N) * slot_stride
+    else:
+        inside = (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+        rows = blocks.to(tl.int64) * block_stride + inside * slot_stride
+    return origin, rows
 
 
 @triton.jit
@@ -71,13 +98,23 @@ def _add(mixed, weight, top, more, more_weight, more_top):
 
 @triton.jit(do_not_specialize=["split"])
 def _decode(
-    query, keys, values, out, parts, decodes, owners, tables, split, factor, row_stride, query_head_stride,
-    block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, keys, values, key_scales, value_scales, out, parts, decodes, owners, rest, tables, split, factor,
+    row_stride, query_head_stride, block_stride, slot_stride, head_stride, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One token of one request, the GROUP query heads of one key-value head: all of the context, or one chunk."""
+    """One token of one request, the GROUP query heads of one key-value head: all of the context, or one chunk.
+
+    ``split``: 0 uncut; 1 each part a program; 2 only the parts listed in ``rest``, where -1 is padding.
+    """
+    release(WAITS)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
+    if split == 2:
+        part = tl.load(rest + part)
+    if part < 0:
+        wait(WAITS)
+        return
     owner = part
     if split != 0:
         owner = tl.load(owners + part)
@@ -94,36 +131,46 @@ def _decode(
         begin = first + (part - tl.load(decodes + owner * 5 + 4)) * chunk
         stop = tl.minimum(begin + chunk, context)
     if begin >= context:  # the plan counts chunks of the whole context, a window needs fewer
+        wait(WAITS)
         return
 
+    if key_scales is not None:
+        factor *= tl.load(key_scales + kv_head)
     lanes = tl.arange(0, ROWS)
     heads = kv_head * GROUP + lanes
     dims = tl.arange(0, DIM)
+    # a window begins anywhere, a chunk where a tile does
+    ONE: tl.constexpr = WINDOW == 0 and BLOCK_SIZE % BLOCK_N == 0
+    blocks = _look_up(table, begin, stop, BLOCK_SIZE, BLOCK_N, ONE)
+    wait(WAITS)  # for the queries, and the newest token's key and value
     # the lanes past GROUP fill the smallest tile that tensor cores take
-    q = _load(query + row * row_stride, heads * query_head_stride, lanes < GROUP, HEAD_DIM, DIM, True)
+    q = _load(
+        query + row * row_stride, heads * query_head_stride, lanes < GROUP, query.dtype.element_ty, HEAD_DIM, DIM, True
+    )
     total = tl.zeros([ROWS, DIM], tl.float32)
     total_weight = tl.zeros([ROWS], tl.float32)
     total_top = tl.full([ROWS], float("-inf"), tl.float32)
     mixed, weight, top = total, total_weight, total_top
     tiles = (stop - begin) // BLOCK_N
     for tile in range(tiles):
-        places = begin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = places < stop
-        offsets = _find(table, places, live, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, False)
-        k = _load(keys, offsets, live, HEAD_DIM, DIM, False)
-        v = _load(values, offsets, live, HEAD_DIM, DIM, False)
+        start = begin + tile * BLOCK_N
+        live = start + tl.arange(0, BLOCK_N) < stop
+        origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
+        blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
         mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
         if (tile + 1) % (chunk // BLOCK_N) == 0:
             total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
             mixed = tl.zeros([ROWS, DIM], tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
-    if begin + tiles * BLOCK_N < stop:
-        places = begin + tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = places < stop
-        offsets = _find(table, places, live, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, True)
-        k = _load(keys, offsets, live, HEAD_DIM, DIM, True)
-        v = _load(values, offsets, live, HEAD_DIM, DIM, True)
+    start = begin + tiles * BLOCK_N
+    if start < stop:
+        live = start + tl.arange(0, BLOCK_N) < stop
+        origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
         mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, True)
     total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
 
@@ -131,7 +178,10 @@ def _decode(
     mask = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     if (split == 0) | (context - first <= chunk):
         pointers = out + (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-        tl.store(pointers, (total / total_weight[:, None]).to(out.dtype.element_ty), mask=mask)
+        result = total / total_weight[:, None]
+        if value_scales is not None:
+            result *= tl.load(value_scales + kv_head)
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
     else:
         place = parts + (part.to(tl.int64) * num_heads + heads) * (HEAD_DIM + 2)
         tl.store(place[:, None] + dims[None, :], total, mask=mask)
@@ -140,8 +190,66 @@ def _decode(
 
 
 @triton.jit
-def _join(parts, out, decodes, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr):
+def _shared(
+    query, keys, values, key_scales, parts, decodes, shared, tables, factor, row_stride, query_head_stride,
+    block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of a chunk that decodes have in common: GROUP query heads of one key-value head of each, in turn.
+
+    A line of ``shared`` that counts no decodes is padding.
+    """
+    release(WAITS)
+    begin = tl.program_id(0) * BLOCK_M
+    kv_head = tl.program_id(1)
+    item = tl.program_id(2)
+    first = tl.load(shared + item * 3)
+    count = tl.load(shared + item * 3 + 1) * GROUP
+    if begin >= count:
+        wait(WAITS)
+        return
+    place = tl.load(shared + item * 3 + 2)  # how many chunks lie before it
+    table = tables + tl.load(decodes + first * 5 + 2)
+    chunk = tl.load(decodes + first * 5 + 3)
+    if key_scales is not None:
+        factor *= tl.load(key_scales + kv_head)
+    lanes = begin + tl.arange(0, BLOCK_M)
+    live = lanes < count
+    lines = decodes + (first + lanes // GROUP) * 5
+    heads = kv_head * GROUP + lanes % GROUP
+    rows = tl.load(lines, mask=live, other=0).to(tl.int64)
+    start = place * chunk
+    stop = start + chunk
+    ONE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    blocks = _look_up(table, start, stop, BLOCK_SIZE, BLOCK_N, ONE)
+    wait(WAITS)
+    q = _load(query, rows * row_stride + heads * query_head_stride, live, query.dtype.element_ty, HEAD_DIM, DIM, True)
+    mixed = tl.zeros([BLOCK_M, DIM], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    everyone = tl.full([BLOCK_N], True, tl.int1)
+    for here in range(start, stop, BLOCK_N):
+        origin, offsets = _find(blocks, here, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
+        blocks = _look_up(table, here + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
+        k = _load(keys + origin, offsets, everyone, q.dtype, HEAD_DIM, DIM, False)
+        v = _load(values + origin, offsets, everyone, q.dtype, HEAD_DIM, DIM, False)
+        mixed, weight, top = _update(q, k, v, everyone[None, :], mixed, weight, top, factor, False)
+    dims = tl.arange(0, DIM)
+    # of the parts; looked up so late because registers are scarce
+    numbers = tl.load(lines + 4, mask=live, other=0).to(tl.int64) + place
+    pointers = parts + (numbers * (tl.num_programs(1) * GROUP) + heads) * (HEAD_DIM + 2)
+    tl.store(pointers[:, None] + dims[None, :], mixed, mask=live[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(pointers + HEAD_DIM, weight, mask=live)
+    tl.store(pointers + HEAD_DIM + 1, top, mask=live)
+
+
+@triton.jit
+def _join(
+    parts, value_scales, out, decodes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    DIM: tl.constexpr, TOGETHER: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     """Add the chunks of one head of one decode, from left to right; nothing to do if it has one."""
+    release(WAITS)
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
     owner = tl.program_id(1)
@@ -151,6 +259,7 @@ def _join(parts, out, decodes, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DIM
         seen = tl.minimum(seen, WINDOW)
     chunk = tl.load(decodes + owner * 5 + 3)
     if seen <= chunk:
+        wait(WAITS)
         return
     count = tl.cdiv(seen, chunk)
     place = parts + (tl.load(decodes + owner * 5 + 4).to(tl.int64) * num_heads + head) * (HEAD_DIM + 2)
@@ -159,6 +268,7 @@ def _join(parts, out, decodes, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DIM
     total = tl.zeros([1, DIM], tl.float32)
     total_weight = tl.zeros([1], tl.float32)
     total_top = tl.full([1], float("-inf"), tl.float32)
+    wait(WAITS)
     for start in range(0, count, TOGETHER):
         # unrolled, so that the loads of several chunks are under way at once; adding an empty chunk changes nothing
         for ahead in tl.static_range(TOGETHER):
@@ -169,13 +279,15 @@ def _join(parts, out, decodes, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, DIM
             top = tl.load(at + HEAD_DIM + 1, mask=live, other=float("-inf"))
             total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
     pointers = out + (row * num_heads + head + one[:, None]) * HEAD_DIM + dims[None, :]
-    result = (total / total_weight[:, None]).to(out.dtype.element_ty)
-    tl.store(pointers, result, mask=(dims < HEAD_DIM)[None, :])
+    result = total / total_weight[:, None]
+    if value_scales is not None:
+        result *= tl.load(value_scales + head // GROUP)
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
 def _prefill(
-    query, keys, values, out, pieces, tables, factor, row_stride, query_head_stride,
+    query, keys, values, key_scales, value_scales, out, pieces, tables, factor, row_stride, query_head_stride,
     block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -192,10 +304,12 @@ def _prefill(
     kv_head = head // GROUP
     num_heads = tl.num_programs(0)
 
+    if key_scales is not None:
+        factor *= tl.load(key_scales + kv_head)
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, DIM)
     q_offsets = (row + lanes) * row_stride + head * query_head_stride
-    q = _load(query, q_offsets, lanes < size, HEAD_DIM, DIM, True)
+    q = _load(query, q_offsets, lanes < size, query.dtype.element_ty, HEAD_DIM, DIM, True)
     mixed = tl.zeros([BLOCK_M, DIM], tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -205,19 +319,22 @@ def _prefill(
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         common = begin
+    ONE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    blocks = _look_up(table, begin, stop, BLOCK_SIZE, BLOCK_N, ONE)
     for start in range(begin, common, BLOCK_N):
-        places = start + tl.arange(0, BLOCK_N)
-        live = places < stop
-        offsets = _find(table, places, live, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, False)
-        k = _load(keys, offsets, live, HEAD_DIM, DIM, False)
-        v = _load(values, offsets, live, HEAD_DIM, DIM, False)
+        live = start + tl.arange(0, BLOCK_N) < stop
+        origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
+        blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
         mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
     for start in range(common, stop, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         live = places < stop
-        offsets = _find(table, places, live, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, True)
-        k = _load(keys, offsets, live, HEAD_DIM, DIM, True)
-        v = _load(values, offsets, live, HEAD_DIM, DIM, True)
+        origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
+        blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
         ages = (position + lanes)[:, None] - places[None, :]  # how far back each key lies
         seen = ages >= 0
         if WINDOW > 0:
@@ -226,7 +343,10 @@ def _prefill(
     pointers = out + ((row + lanes)[:, None] * num_heads + head) * HEAD_DIM + dims[None, :]
     mask = (lanes < size)[:, None] & (dims < HEAD_DIM)[None, :]
     weight = tl.where(lanes < size, weight, 1.0)
-    tl.store(pointers, (mixed / weight[:, None]).to(out.dtype.element_ty), mask=mask)
+    result = mixed / weight[:, None]
+    if value_scales is not None:
+        result *= tl.load(value_scales + kv_head)
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
 
 
 LOG2_E = 1.4426950408889634
@@ -237,7 +357,7 @@ def _widths(query, keys, scale, window):
     assert query.stride(2) == keys.stride(3) == 1
     head_dim = keys.shape[3]
     numbers = (scale * LOG2_E, *query.stride()[:2], *keys.stride()[:3])
-    shared = {
+    widths = {
         "GROUP": query.shape[1] // keys.shape[2],
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": keys.shape[1],
@@ -245,37 +365,67 @@ def _widths(query, keys, scale, window):
         "DIM": max(16, triton.next_power_of_2(head_dim)),
         "enable_fp_fusion": False,  # multiply-adds are written out: the same bits in every loop
     }
-    return numbers, shared
+    return numbers, widths
+
+
+def sum_shared(
+    query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, parts: Tensor, decodes: Tensor,
+    shared: Tensor, tables: Tensor, scale: float, members: int, rows: int, block_n: int, warps: int, stages: int,
+    registers: int | None = None,
+) -> None:  # fmt: skip
+    """Put the sums of chunks that up to ``members`` decodes have in common into the rows of ``parts`` of each.
+
+    ``rows``: most queries that a program multiplies at once; ``registers`` as for decodes.
+    """
+    assert keys.stride() == values.stride()
+    numbers, widths = _widths(query, keys, scale, None)
+    del widths["WINDOW"]
+    most = members * widths["GROUP"]
+    rows = min(rows, max(16, triton.next_power_of_2(most)))
+    _shared[triton.cdiv(most, rows), keys.shape[2], shared.shape[0]](
+        query, keys, values, key_scales, parts, decodes, shared, tables, *numbers, **widths, BLOCK_M=rows,
+        BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(query),
+    )  # fmt: skip
 
 
 def decode(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, parts: Tensor | None, decodes: Tensor, owners: Tensor,
-    tables: Tensor, scale: float, window: int | None, block_n: int, warps: int, stages: int,
+    query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, out: Tensor,
+    parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor, scale: float,
+    window: int | None, block_n: int, warps: int, stages: int, registers: int | None = None,
 ) -> None:  # fmt: skip
-    """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut."""
+    """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
+
+    ``rest``: the chunks that are left to do, if ``parts`` has the sums of some already; None: all of them.
+    ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
+    """
     assert keys.stride() == values.stride()
-    numbers, shared = _widths(query, keys, scale, window)
-    split = parts is not None
-    rows = max(16, triton.next_power_of_2(shared["GROUP"]))
-    _decode[keys.shape[2], (owners if split else decodes).shape[0]](
-        query, keys, values, out, parts if split else out, decodes, owners, tables, int(split), *numbers, **shared,
-        ROWS=rows, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    numbers, widths = _widths(query, keys, scale, window)
+    split = 0 if parts is None else 1 if rest is None else 2
+    programs = (decodes, owners, rest)[split].shape[0]
+    if programs:
+        _decode[keys.shape[2], programs](
+            query, keys, values, key_scales, value_scales, out, parts if split else out, decodes, owners,
+            owners if rest is None else rest, tables, split, *numbers, **widths,
+            ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, num_warps=warps,
+            num_stages=stages, maxnreg=registers, **launch_options(query),
+        )  # fmt: skip
     if split:
-        names = ("HEAD_DIM", "WINDOW", "DIM", "enable_fp_fusion")
+        names = ("GROUP", "HEAD_DIM", "WINDOW", "DIM", "enable_fp_fusion")
         _join[query.shape[1], decodes.shape[0]](
-            parts, out, decodes, **{name: shared[name] for name in names}, TOGETHER=8, num_warps=1
-        )
+            parts, value_scales, out, decodes, **{name: widths[name] for name in names}, TOGETHER=8, num_warps=1,
+            **launch_options(query),
+        )  # fmt: skip
 
 
 def prefill(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, pieces: Tensor, tables: Tensor, scale: float,
-    window: int | None, block_m: int, block_n: int, warps: int, stages: int,
+    query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, out: Tensor,
+    pieces: Tensor, tables: Tensor, scale: float, window: int | None, block_m: int, block_n: int, warps: int,
+    stages: int, registers: int | None = None,
 ) -> None:  # fmt: skip
-    """Attend spans of several tokens, cut into ``pieces`` of at most ``block_m``."""
+    """Attend spans of several tokens, cut into ``pieces`` of at most ``block_m``; ``registers`` as for decodes."""
     assert keys.stride() == values.stride()
-    numbers, shared = _widths(query, keys, scale, window)
+    numbers, widths = _widths(query, keys, scale, window)
     _prefill[query.shape[1], pieces.shape[0]](
-        query, keys, values, out, pieces, tables, *numbers, **shared,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+        query, keys, values, key_scales, value_scales, out, pieces, tables, *numbers, **widths,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.kernels import FUSED
+from nanovllm.ops.overlap import launch_options, release, wait
 
 WIDEST = 16384
 """A program holds whole rows in registers: 16 warps with 32 numbers a thread."""
@@ -14,12 +15,15 @@ WIDEST = 16384
 @triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
 def rms_norm_kernel(
     x, residual, weight, out, total, rows, heads, width, x_token, x_head, residual_token, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Normalise ``ROWS`` rows; row = token * heads + head. ``ADD``: add the residual first and store the sum."""
+    release(WAITS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # int64: rows * width passes 2**31
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
+    gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)  # [1, BLOCK]
+    wait(WAITS)
     values = tl.load(x + row // heads * x_token + row % heads * x_head + column, inside, 0.0).to(tl.float32)
     if ADD:
         values += tl.load(residual + row * residual_token + column, inside, 0.0).to(tl.float32)
@@ -28,7 +32,6 @@ def rms_norm_kernel(
         values = rounded.to(tl.float32)  # what is normalised is the sum that the next block will read
     scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / width + eps)  # [ROWS, 1]
     normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
-    gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)  # [1, BLOCK]
     tl.store(out + row * width + column, (normed * gain).to(out.dtype.element_ty), inside)
 
 
@@ -58,5 +61,5 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
         x, residual, weight, out, total, rows, heads, width, x.stride(0), x.stride(-2), residual.stride(0), eps,
         ADD=add, ROWS=together, BLOCK=block,
         num_warps=min(16, max(1, together * block // 256)),  # 8 numbers a thread: one load of 16 bytes
-        **FUSED,
+        **launch_options(x), **FUSED,
     )  # fmt: skip

@@ -1,12 +1,15 @@
-"""Drawing the next token of each row."""
+"""Choosing the next token of each row, and what the model thought of it."""
 
 from torch import Tensor
 
 from nanovllm.ops.kernels import kernels_run_on
 from nanovllm.ops.sample import reference
-from nanovllm.ops.sample.reference import keep_top_k, keep_top_p
 
-__all__ = ["draw", "greedy", "keep_top_k", "keep_top_p"]
+__all__ = ["MOST_LOGPROBS", "choose", "draw", "greedy", "log_probs"]
+
+MOST_LOGPROBS = 32
+"""Of a row, that the kernel finds: each is a search of its own through the logits in registers. More are left to the
+reference, whose last bits are others."""
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -25,3 +28,25 @@ def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
         return kernel.draw(logits, seeds, positions)
     return reference.draw(logits, seeds, positions)
+
+
+def choose(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seeds: Tensor, positions: Tensor, *, filtered: bool,
+) -> Tensor:  # fmt: skip
+    """See ``reference.choose``. Where kernels run, nothing waits for the host: a CUDA graph can hold it."""
+    if kernels_run_on(logits):
+        from nanovllm.ops.sample import kernel
+
+        return kernel.choose(logits, temperatures, top_k, top_p, min_p, seeds, positions, filtered=filtered)
+    return reference.choose(logits, temperatures, top_k, top_p, min_p, seeds, positions, filtered=filtered)
+
+
+def log_probs(logits: Tensor, tokens: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``reference.log_probs``."""
+    if kernels_run_on(logits):
+        from nanovllm.ops.sample import kernel
+
+        if number <= MOST_LOGPROBS:
+            return kernel.log_probs(logits, tokens, number)
+    return reference.log_probs(logits, tokens, number)

@@ -6,7 +6,7 @@ of requests changes a draw.
 """
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 PREFIX = 1024
@@ -18,35 +18,102 @@ def greedy(logits: Float[Tensor, "rows vocab"]) -> Int64[Tensor, " rows"]:
     return logits.argmax(-1)
 
 
-def keep_top_k(logits: Float[Tensor, "rows vocab"], top_k: Int64[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-    """Set what is worse than the ``top_k``-th best score of its row to -inf; ties with it stay. 0 keeps all."""
-    vocab = logits.shape[1]
-    sizes = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
-    limited = sizes < vocab
-    if not limited.any():
-        return logits
-    best = logits.topk(int(sizes[limited].max()), dim=-1).values
-    threshold = best.gather(1, (sizes.clamp(max=best.shape[1]) - 1)[:, None])
-    return logits.masked_fill(limited[:, None] & (logits < threshold), -torch.inf)
+def choose(
+    logits: Float[Tensor, "rows vocab"],
+    temperatures: Float32[Tensor, " rows"],
+    top_k: Int32[Tensor, " rows"],
+    top_p: Float32[Tensor, " rows"],
+    min_p: Float32[Tensor, " rows"],
+    seeds: Int64[Tensor, " rows"],
+    positions: Int64[Tensor, " rows"],
+    *,
+    filtered: bool,
+) -> Int64[Tensor, " rows"]:
+    """Choose a token of each row: the best one at temperature 0, else a draw from what the row's filters keep.
 
-
-def keep_top_p(logits: Float[Tensor, "rows vocab"], top_p: Float[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-    """Keep the most likely tokens that together reach probability ``top_p``; the rest becomes -inf.
-
-    The token that crosses the line stays, and so do those that tie with it. 1 keeps all.
+    Order, as in vLLM: temperature, min_p, top_k, top_p, draw. ``positions`` counts the tokens before the drawn one.
+    Filters that are off: 0, 1 and 0; ``filtered=False`` promises that all of them are, in every row. float32 inside.
     """
-    limited = top_p < 1.0
-    if not limited.any():
-        return logits
-    probabilities = logits.softmax(-1)
-    for size in (min(PREFIX, logits.shape[1]), logits.shape[1]):  # the few best nearly always suffice
-        best = probabilities.topk(size, dim=-1).values
-        reached = best.double().cumsum(-1) >= top_p[:, None]
+    drawing = temperatures > 0
+    if bool(drawing.all()):
+        return _drawn(logits, temperatures, top_k, top_p, min_p, seeds, positions, filtered=filtered)
+    tokens = greedy(logits)
+    rows = drawing.nonzero()[:, 0]
+    if len(rows):
+        parts = (each[rows] for each in (logits, temperatures, top_k, top_p, min_p, seeds, positions))
+        tokens[rows] = _drawn(*parts, filtered=filtered)
+    return tokens
+
+
+def _drawn(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seeds: Tensor, positions: Tensor, *, filtered: bool,
+) -> Tensor:  # fmt: skip
+    scaled = logits.float() / temperatures[:, None]
+    if filtered:
+        limited = ((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0)
+        rows = limited.nonzero()[:, 0]  # a filter costs only those who ask for it
+        lowest = torch.full_like(temperatures, -torch.inf)
+        lowest[rows] = lowest_kept(*(each[rows] for each in (logits, temperatures, top_k, top_p, min_p)))
+        scaled.masked_fill_(logits < lowest[:, None], -torch.inf)
+    return draw(scaled, seeds, positions)
+
+
+def lowest_kept(
+    logits: Float[Tensor, "rows vocab"],
+    temperatures: Float32[Tensor, " rows"],
+    top_k: Int32[Tensor, " rows"],
+    top_p: Float32[Tensor, " rows"],
+    min_p: Float32[Tensor, " rows"],
+) -> Float32[Tensor, " rows"]:
+    """Return the logit of each row under which its filters keep nothing. Temperatures are positive.
+
+    With the softmax at the row's temperature, a token stays if
+
+        min_p   its probability is at least min_p times the largest one
+        top_k   fewer than top_k tokens have a larger logit
+        top_p   the tokens with a larger logit have less than top_p of what the other two keep
+
+    so the token that crosses a line stays, and what ties with it too.
+    """
+    vocab = logits.shape[1]
+    lowest = torch.full_like(temperatures, -torch.inf)
+    if bool((min_p > 0).any()):
+        lowest = logits.amax(-1).float() + temperatures * min_p.log()
+    sizes = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
+    limited = sizes < vocab
+    if bool(limited.any()):
+        best = logits.topk(int(sizes[limited].max()), dim=-1).values
+        kth = best.gather(1, sizes.clamp(max=best.shape[1])[:, None] - 1)[:, 0]
+        lowest = torch.where(limited, torch.maximum(lowest, kth), lowest)
+    limited = top_p < 1
+    if not bool(limited.any()):
+        return lowest
+    scaled = (logits.float() / temperatures[:, None]).masked_fill_(logits < lowest[:, None], -torch.inf)
+    probabilities = scaled.softmax(-1)
+    most = int(sizes[limited].max())
+    for size in (min(PREFIX, most), most):  # the few best nearly always suffice
+        best, ids = logits.topk(size, dim=-1)
+        reached = probabilities.gather(1, ids).double().cumsum(-1) >= top_p[:, None]
         if bool((reached[:, -1] | ~limited).all()):
             break
-    last = torch.where(reached.any(-1), reached.int().argmax(-1), best.shape[1] - 1)
-    threshold = best.gather(1, last[:, None])
-    return logits.masked_fill(limited[:, None] & (probabilities < threshold), -torch.inf)
+    last = torch.where(reached.any(-1), reached.int().argmax(-1), size - 1)
+    return torch.where(limited, torch.maximum(lowest, best.gather(1, last[:, None])[:, 0]), lowest)
+
+
+def log_probs(
+    logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"], number: int
+) -> tuple[Float32[Tensor, " rows"], Int64[Tensor, " rows"], Float32[Tensor, "rows best"], Int64[Tensor, "rows best"]]:
+    """Return of each row its token's log-probability and rank from 1, and the ``number`` largest, with their ids.
+
+    Ranks count larger logits. Of equal logits among the best, any may come first. float32 inside; fewer than
+    ``number`` if the vocabulary is smaller.
+    """
+    own = tokens[:, None]
+    all_of_them = logits.float().log_softmax(-1)
+    ids = logits.topk(min(number, logits.shape[1]), dim=-1).indices
+    ranks = (logits > logits.gather(1, own)).sum(-1) + 1
+    return all_of_them.gather(1, own)[:, 0], ranks, all_of_them.gather(1, ids), ids
 
 
 def draw(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import nanovllm.cli.bench
 import nanovllm.cli.chat
 import nanovllm.cli.info
 import nanovllm.cli.opening
@@ -23,12 +22,11 @@ ROOT = Path(nanovllm.cli.__file__).parents[2]
 
 
 class Engine:
-    """Answers "<prompt>!", or for token ids as many tokens as were asked for; remembers what it was asked."""
+    """Answers "<prompt>!"; remembers what it was asked."""
 
     opened: list["Engine"]
     on_delta = staticmethod(lambda number: None)
     refuses: Exception | None = None
-    too_short = False
 
     def __init__(self, model, **options):
         if model == "missing":
@@ -49,9 +47,6 @@ class Engine:
     def generate(self, prompts, params, *, use_tqdm):
         assert use_tqdm is False, "no bar where standard error is no terminal"
         self.asked, self.params = prompts, params
-        if isinstance(params, list):
-            lengths = [each.max_tokens - self.too_short for each in params]
-            return [result("", [0] * length) for length in lengths]
         return [result(f"{prompt}!", [1, 2]) for prompt in prompts]
 
     def chat(self, talks, params, *, use_tqdm):
@@ -260,7 +255,7 @@ def test_a_refused_turn_is_forgotten_and_the_talk_goes_on(engine, capsys, monkey
     assert "too long (/clear starts afresh)" in capsys.readouterr().err
 
 
-# info and bench
+# info
 
 FACTS = {
     "architecture": "LlamaForCausalLM",
@@ -281,32 +276,6 @@ def test_info_prints_a_table_or_json(capsys, monkeypatch):
     assert lines[-2:] == [["cache", "tokens     4,096 tokens"], ["something", "new    None"]]
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == FACTS
-
-
-def test_bench_ends_with_one_line_of_json(engine, capsys):
-    argv = "bench --num-requests 3 --min-len 2 --max-len 5 --load-format dummy -o enforce_eager=true"
-    assert main(argv.split()) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    figures = json.loads(last)
-    (opened,) = engine.opened
-    assert opened.options == {"load_format": "dummy", "enforce_eager": True}
-    lengths = [params.max_tokens for params in opened.params]
-    assert figures["tokens_out"] == sum(lengths) and all(2 <= length <= 5 for length in lengths)
-    assert figures["tokens_in"] == sum(map(len, opened.asked))
-    assert figures["output_tokens_per_second"] > 0 and figures["options"] == opened.options
-    assert all(params.ignore_eos for params in opened.params)
-    assert any(line.startswith("output tokens per second") for line in table)
-
-
-def test_bench_gives_no_figure_for_outputs_of_the_wrong_length(engine, capsys, monkeypatch):
-    monkeypatch.setattr(Engine, "too_short", True)
-    assert main(["bench", "--num-requests", "2", "--min-len", "2", "--max-len", "3"]) == 2
-    assert "2 of 2 outputs" in capsys.readouterr().err
-
-
-def test_the_default_workload_is_the_one_that_others_measure():
-    prompts, lengths = nanovllm.cli.bench.workload(256, 100, 1024, 10_000, 0)
-    assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966)
 
 
 # the process
