@@ -1,12 +1,22 @@
 """Known ids stay, rows of the last step's draw are looked up."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
-from nanovllm.ops.take_tokens import kernel, reference, take_tokens
+from nanovllm.ops.kernels import TRITON
+from nanovllm.ops.take_tokens import reference, take_tokens
 
 
-@pytest.mark.parametrize("run", [reference.take_tokens, kernel.take_tokens, take_tokens])
+def by_kernel(sources, drawn):
+    return import_module("nanovllm.ops.take_tokens.kernel").take_tokens(sources, drawn)
+
+
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs triton")
+
+
+@pytest.mark.parametrize("run", [reference.take_tokens, pytest.param(by_kernel, marks=needs_triton), take_tokens])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 1023, 2050])
 def test_sources_are_resolved(run, tokens):
     device = "cuda" if torch.cuda.is_available() else "cpu"
