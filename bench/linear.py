@@ -21,7 +21,6 @@ How a variant is named:
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from common import copy_bandwidth, microseconds
 from torch import Tensor
 
 from nanovllm.ops.activation import gate_times_up
@@ -48,7 +48,6 @@ if TRITON:
 ROWS = {"0.6B": (1, 2, 3, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8, 16, 32)}
 TILE_ROWS = {"0.6B": (1, 2, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8)}
 EPS = 1e-6
-REPLAYS = 12
 BUFFER_BYTES = 256 * 2**20
 """More than any L2 cache of today."""
 
@@ -221,30 +220,10 @@ def check_within(model: Model, rows: int) -> None:
         assert off < 1e-2, f"{rows} rows behind a norm: off by {off:.1e}"
 
 
-def microseconds(call: Callable[[], object], flush: Tensor) -> float:
-    """Time a graph: the median over replays, between which the L2 cache is overwritten."""
+def time_one(call: Callable[[], object], flush: Tensor) -> float:
+    """Time a call, its first run left out. Microseconds."""
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-    times = []
-    for _ in range(REPLAYS):
-        flush.zero_()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000)
-    del kept
-    return statistics.median(times[2:])
-
-
-def copy_bandwidth(flush: Tensor) -> float:
-    """Measure bytes per microsecond, read and written, of a copy of half a GiB, eight times."""
-    source, target = (torch.ones(2**29, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 8 * 2 * 2**29 / microseconds(lambda: [target.copy_(source) for _ in range(8)], flush)
+    return microseconds(call, flush)
 
 
 def compile_share(names: list[str], share: int, shares: int, with_tiles: bool) -> None:
@@ -308,7 +287,7 @@ def main() -> None:
     compile_all(options.models, not options.no_tiles)
     compiled = round(time.perf_counter() - began, 1)
     flush = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
-    copy = copy_bandwidth(flush)
+    copy = copy_bandwidth() / 1e6  # bytes a microsecond
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e6:.2f} TB/s; compiled in {compiled} s")
     steps: dict[str, dict[str, dict[int, float]]] = {}
@@ -344,7 +323,7 @@ def step_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str,
         x = normal(rows, model.shape.hidden)
         for variant, (setting, run) in model.variants(rows).items():
             setting.set()
-            table.setdefault(variant, {})[rows] = round(microseconds(partial(run, x), flush), 1)
+            table.setdefault(variant, {})[rows] = round(time_one(partial(run, x), flush), 1)
     for variant, times in table.items():
         cells = [f"{times[r] / 1000:.3f} ({num_bytes / times[r] / copy:.0%})" if r in times else "-" for r in each]
         print(f"| {variant} | " + " | ".join(cells) + " |", flush=True)
@@ -367,7 +346,7 @@ def tile_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str,
             for tile in dict.fromkeys((chosen, *tiles(product, rows, outputs, inputs))):
                 check(model, product, rows, tile)
                 calls = [model.product(product, weight, tile) for weight in weights]
-                took = microseconds(partial(_each, calls, x), flush) / len(calls)
+                took = time_one(partial(_each, calls, x), flush) / len(calls)
                 mark = "*" if tile == chosen else ""
                 times[f"{tile.outputs}x{tile.inputs}/{tile.warps}/{tile.held}{mark}"] = round(took, 2)
             table[product][rows] = times = dict(sorted(times.items(), key=lambda item: item[1]))

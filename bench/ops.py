@@ -9,18 +9,18 @@ those that must be read and written once. The last line is JSON.
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import copy_bandwidth
+from common import copy_bandwidth, microseconds
 from torch import Tensor
 
 from nanovllm.ops import activation, rms_norm, rotary, rotate_and_store, sample, store_kvcache
 from nanovllm.ops.kernels import TRITON
+from nanovllm.ops.rotate_and_store import reference
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 3072, 16, 8, 128, 151_936
 TOKENS = (1, 8, 64, 256, 4096)
@@ -28,7 +28,6 @@ GATE_TOKENS = (1, 37, 256)
 EPS = 1e-6
 BUFFER_BYTES = 256 * 2**20
 """More than any L2 cache of today."""
-REPLAYS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +135,13 @@ CASES = (
     Case(
         name="rotate_and_store", make=fused_arguments,
         kernel=fused(rotate_and_store.rotate_and_store),
-        reference=fused(rotate_and_store.reference.rotate_and_store),
+        reference=fused(reference.rotate_and_store),
         bytes_per_token=FUSED_BYTES, tolerance=16 * UNIT,
     ),
     Case(
         name="rotate_and_store in float8", make=lambda n: fused_arguments(n, torch.float8_e4m3fn),
         kernel=fused(rotate_and_store.rotate_and_store),
-        reference=fused(rotate_and_store.reference.rotate_and_store),
+        reference=fused(reference.rotate_and_store),
         bytes_per_token=FUSED_BYTES - 2 * KV_HEADS * HEAD_DIM, tolerance=2**-3,
     ),
     Case(
@@ -180,24 +179,11 @@ def check(case: Case) -> None:
         )  # fmt: skip
 
 
-def microseconds(call: Callable, make: Callable[[], tuple], num_bytes: int, flush: Tensor) -> float:
-    """Time one call: the median over replays of a graph of several, none of which shares a buffer with another."""
+def time_one(call: Callable, make: Callable[[], tuple], num_bytes: int, flush: Tensor) -> float:
+    """Time one call, in a graph of several of which none shares a buffer with another. Microseconds."""
     sets = [make() for _ in range(max(2, min(40, BUFFER_BYTES // num_bytes)))]
     call(*sets[0])  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call(*arguments) for arguments in sets]  # held, or the next call would write to the same place
-    times = []
-    for _ in range(REPLAYS):
-        flush.zero_()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / len(kept))
-    return statistics.median(times[3:])
+    return microseconds(lambda: [call(*arguments) for arguments in sets], flush) / len(sets)
 
 
 def main() -> None:
@@ -219,7 +205,7 @@ def main() -> None:
         table[case.name] = {}
         for tokens in TOKENS:
             num_bytes = tokens * case.bytes_per_token
-            took = microseconds(case.kernel, lambda case=case, tokens=tokens: case.make(tokens), num_bytes, flush)
+            took = time_one(case.kernel, lambda case=case, tokens=tokens: case.make(tokens), num_bytes, flush)
             table[case.name][tokens] = {"us": round(took, 2), "share": round(num_bytes / took / copy, 3)}
         cells = [f"{cell['us']:.1f} ({cell['share']:.0%})" for cell in table[case.name].values()]
         print(f"| {case.name} | " + " | ".join(cells) + " |", flush=True)

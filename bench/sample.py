@@ -9,12 +9,12 @@ cache is overwritten. The share is that of reading the logits once, however ofte
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from common import copy_bandwidth, microseconds
 from torch import Tensor
 
 from nanovllm.ops import sample
@@ -26,7 +26,6 @@ GATE_ROWS = (1, 37)
 LOGPROBS = 5
 BUFFER_BYTES = 256 * 2**20
 """More than any L2 cache of today."""
-REPLAYS = 15
 
 # temperature, top_k, top_p
 KINDS: dict[str, tuple[float, int, float]] = {
@@ -81,30 +80,10 @@ def check(rows: int) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-def microseconds(call: Callable[[Tensor], object], sources: list[Tensor], flush: Tensor) -> float:
-    """Time one call: the median over replays of a graph of several, each with a source of its own."""
+def time_one(call: Callable[[Tensor], object], sources: list[Tensor], flush: Tensor) -> float:
+    """Time one call, in a graph of several, each with a source of its own. Microseconds."""
     call(sources[0])  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call(source) for source in sources]  # held, or the next call would write to the same place
-    times = []
-    for _ in range(REPLAYS):
-        flush.zero_()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1000 / len(kept))
-    return statistics.median(times[3:])
-
-
-def copy_bandwidth(flush: Tensor) -> float:
-    """Measure bytes per microsecond, read and written, of a copy of half a GiB."""
-    sources = [torch.ones(2**29, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    target = torch.empty_like(sources[0])
-    return 2 * 2**29 / microseconds(target.copy_, sources, flush)
+    return microseconds(lambda: [call(source) for source in sources], flush) / len(sources)
 
 
 def main() -> None:
@@ -116,7 +95,7 @@ def main() -> None:
         check(rows)
     print("gate: kernels choose what their references choose")
     flush = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
-    copy = copy_bandwidth(flush)
+    copy = copy_bandwidth() / 1e6  # bytes a microsecond
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e6:.2f} TB/s\n")
     print("| microseconds (share of the copy bandwidth), rows: | " + " | ".join(map(str, ROWS)) + " |")
@@ -127,7 +106,7 @@ def main() -> None:
         for rows in ROWS:
             num_bytes = rows * VOCAB * 2
             sources = [logits(rows) for _ in range(max(2, min(40, BUFFER_BYTES // num_bytes)))]
-            took = microseconds(caller(name, rows), sources, flush)
+            took = time_one(caller(name, rows), sources, flush)
             table[name][rows] = {"us": round(took, 2), "share": round(num_bytes / took / copy, 3)}
         cells = [f"{cell['us']:.1f} ({cell['share']:.0%})" for cell in table[name].values()]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
