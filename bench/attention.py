@@ -32,6 +32,7 @@ HEADS, KV_HEADS, HEAD_DIM, SCALE = 16, 8, 128, 128**-0.5
 DEVICE, DTYPE, FLOAT8 = torch.device("cuda"), torch.bfloat16, torch.float8_e4m3fn
 
 DECODE_SWEEP = ("32,4,3", "32,4,4", "32,4,4,128", "64,2,3", "64,4,3")
+FLOAT8_SWEEP = ("32,4,4", "32,4,6", "64,4,3", "64,4,4", "64,4,3,168", "64,4,4,168", "64,4,6,168", "64,8,4", "128,8,3")
 CUT_SWEEP = ("128,4,2", "128,4,3", "64,4,3", "32,4,4")
 SHARED_SWEEP = ("64,64,4,3", "64,64,4,2", "64,32,4,3", "128,64,8,3", "128,64,8,2")
 PREFILL_SWEEP = ("64,8,3", "64,8,2,128", "128,8,2")
@@ -85,6 +86,11 @@ def shared_dials(text: str | None) -> dict[str, Any]:
     return {"SHARED_ROWS": int(rows), "SHARED_TILES": tiles(tile)} if rows else {}
 
 
+def names_of(dtype: torch.dtype) -> tuple[str, str]:
+    """Name the tiles that decodes take from a cache of this type, uncut and cut."""
+    return "FLOAT8_TILES" if dtype is FLOAT8 else "DECODE_TILES", "CUT_TILES"
+
+
 def scales_of(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Draw the scales of the keys and of the values, if the cache has any."""
     return tuple(torch.rand(2, KV_HEADS, device=DEVICE) * 0.02 + 0.01) if dtype is FLOAT8 else ()
@@ -128,7 +134,7 @@ def gate(dtype: torch.dtype, windows: tuple[int | None, ...], block_sizes: tuple
                 torch.testing.assert_close(
                     attend(processors), expected, rtol=3e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}"
                 )
-            with dials(DECODE_TILES=tiles("64,4,3"), CUT_TILES=tiles("64,4,3" if dtype is DTYPE else "128,4,3")):
+            with dials(**dict.fromkeys(names_of(dtype), tiles("64,4,3"))):
                 assert torch.equal(attend(0), attend(100_000)), f"{name}: cut contexts give other bits"
 
 
@@ -189,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", action="store_true", help="compare tiles, chunks and thresholds on fewer cases")
     parser.add_argument("--float8", action="store_true", help="a cache of float8")
-    parser.add_argument("--decode-tile", help="keys, warps, stages, registers; of float8 twice the keys")
+    parser.add_argument("--decode-tile", help="keys, warps, stages, registers")
     parser.add_argument("--cut-tile", help="keys, warps, stages, registers")
     parser.add_argument("--prefill-tile", help="keys, warps, stages, registers")
     parser.add_argument("--shared-tile", help="rows, keys, warps, stages, registers")
@@ -204,7 +210,8 @@ def main() -> None:
     if options.short_chunk:
         short = (options.short_chunk,)
     with dials(
-        DECODE_TILES=tiles(options.decode_tile), CUT_TILES=tiles(options.cut_tile),
+        **dict.fromkeys(("DECODE_TILES", "FLOAT8_TILES"), tiles(options.decode_tile)),
+        CUT_TILES=tiles(options.cut_tile),
         PREFILL_TILES=tiles(options.prefill_tile), MIN_CHUNK=options.min_chunk, SHORT_CHUNKS=short,
         PROGRAMS_PER_PROCESSOR=options.programs, **shared_dials(options.shared_tile),
     ):  # fmt: skip
@@ -233,8 +240,8 @@ def main() -> None:
             results.append({"case": f"prefill {case}", "block_size": block_size, "variant": label} | row)
 
         if options.sweep:
-            for tile in DECODE_SWEEP:
-                with dials(DECODE_TILES=tiles(tile), PROGRAMS_PER_PROCESSOR=0):
+            for tile in FLOAT8_SWEEP if options.float8 else DECODE_SWEEP:
+                with dials(**{names_of(dtype)[0]: tiles(tile)}, PROGRAMS_PER_PROCESSOR=0):
                     for case in UNCUT:
                         decode(case, 64, f"tile {tile}")
             for tile, chunk in product(CUT_SWEEP, (64, 128, 256)):

@@ -35,6 +35,8 @@ class Batch:
     """The attention backend's ``attend``."""
     plan: Any
     """The attention backend's own view of the step."""
+    attend_fresh: Callable[..., Tensor] | None = None
+    """The backend's function for queries, keys and values as projected, if it has one and this step suits it."""
 
 
 class Drawn:

@@ -124,9 +124,11 @@ def build(config: EngineConfig) -> Built:
         eos_token_ids=_end_ids(facts.model, checkpoint.generation_config, tokenizer),
         seed=config.seed,
     )
+    runner = _runner(config, facts, model, cache)
+    runner.prepare()
     engine = LLMEngine(
         scheduler,
-        _runner(config, facts, model, cache),
+        runner,
         limits,
         make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),

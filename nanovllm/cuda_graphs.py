@@ -6,8 +6,8 @@ computes one token is recorded once for each of a few numbers of rows, and repla
     spans -> Message (pinned) --one copy--> Message (device) --replay--> tokens (device)
 
 A step with fewer requests than its graph has rows fills the rest with rows of no context, which write nothing. Graphs
-are recorded when they are first needed, some 30 ms each, with those that the same requests will need as they get fewer.
-They share their working memory, for one runs at a time.
+of plain steps are recorded when the engine is built, some 15 ms each; others when they are first needed, with those that
+the same requests will need as they get fewer. They share their working memory, for one runs at a time.
 """
 
 import logging
@@ -29,8 +29,11 @@ from nanovllm.scheduler import Span
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 128))
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 128))
 """Numbers of rows that graphs are recorded for: filling costs little, for products of 65 rows take as long as of 96."""
+
+FIRST_ROWS = 256
+"""Up to how many rows graphs are recorded before the first request comes."""
 
 MOST_PARTS = 16_384
 """Most pieces that the contexts of a step are cut into; a step with more is computed uncut."""
@@ -131,6 +134,11 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
+    def prepare(self) -> None:
+        """Record what requests with ordinary parameters are going to need."""
+        rows = max(size for size in self.sizes if size <= max(FIRST_ROWS, self.sizes[0]))
+        self._record(Key(rows, Cuts(), samples=True, filters=False))
+
     def fits(self, spans: Sequence[Span]) -> bool:
         """Whether every request of a step computes one token and draws the next.
 
@@ -230,20 +238,19 @@ class DecodeGraphs:
         logger.info("%d graphs in %.1f s", len(self._recorded) - before, time.perf_counter() - started)
 
     def _record_one(self, key: Key) -> Recorded:
-        """Record the step for a key: once for nothing, so that kernels are compiled, then into the graph."""
+        """Record the step for a key. Kernels that it is the first to need are compiled on the way."""
         field, rows, cuts = self._there.fields, key.rows, key.cuts
         # cut: one decode more, which is always padding
         decodes = field["decodes"][: rows + 1 if cuts.parts else rows]
         field["decodes"].zero_()
         field["shared"].zero_()
         field["slots"].fill_(-1)
-        scratch = torch.zeros_like(self.drawn.tokens)
         plan = self.backend.graph_plan(
             decodes, field["owners"][: cuts.parts], field["rest"][: cuts.rest], field["shared"][: cuts.shared],
             field["tables"], longest=cuts.long * 2**31, chunk=cuts.chunk, one_tile=self.deterministic,
         )  # fmt: skip
 
-        def step(drawn: Tensor) -> Tensor:
+        def step() -> Tensor:
             batch = Batch(
                 token_ids=take_tokens(field["sources"][:rows], self.drawn.tokens),
                 positions=field["positions"][:rows],
@@ -251,6 +258,7 @@ class DecodeGraphs:
                 sample_rows=field["positions"][:0],
                 attend=self.backend.attend,
                 plan=plan,
+                attend_fresh=self.backend.attend_fresh if self.backend.attends_fresh(plan) else None,
             )
             logits: Tensor = self.model.logits(self.model(batch, self.cache))
             if not key.samples:
@@ -261,17 +269,13 @@ class DecodeGraphs:
             tokens = choose(
                 logits, temperatures, top_k.view(torch.int32), top_p, min_p, seeds, lengths, filtered=key.filters
             )
-            drawn[:rows].copy_(tokens)
-            return drawn
+            self.drawn.tokens[:rows].copy_(tokens)
+            return self.drawn.tokens
 
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step(scratch)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = step(self.drawn.tokens)
+        # relaxed: to load a kernel that was just compiled is no part of the graph
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
+            result = step()
         return Recorded(graph, result)
 
 

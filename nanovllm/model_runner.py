@@ -54,6 +54,12 @@ class ModelRunner:
         self._drawn = self._graphs.drawn if self._graphs else Drawn(max_requests, device)
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Do before the first request what would otherwise delay it."""
+        if self._graphs is not None:
+            self._graphs.prepare()
+
+    @torch.inference_mode()
     def submit(self, output: SchedulerOutput) -> Fetch:
         """Begin the step; return what waits for its tokens."""
         drawing = [span for span in output.spans if span.samples]

@@ -55,7 +55,10 @@ class Attention(nn.Module):
         qkv = projected.view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
         q_norm, k_norm, scales = self.q_norm, self.k_norm, cache.scales(self.layer)
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
         keys, values = cache.layer(self.layer)
-        out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
+        if batch.attend_fresh is not None:
+            out = batch.attend_fresh(qkv, norms, *angles, keys, values, batch.plan, self.scale, self.window, *scales)
+        else:
+            q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
+            out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
         return self.o_proj(out.flatten(1)), total

@@ -17,10 +17,14 @@ values once. The sums go where each decode's own program would have put them; it
 bits may be others.
 
 A cache of float8 holds numbers that have been divided by a scale, one for the keys and one for the values of a head.
-A tile is turned into the query's type as soon as it is loaded; the scale of the keys is a factor of the scores, that
-of the values a factor of the result.
+A tile is turned into 16 bits as soon as it is loaded; the scale of the keys is a factor of the scores, that of the
+values a factor of the result. Decodes load float8 two by two, and sum the channels of even and of odd number apart:
+what the matrix units multiply comes from shared memory in any order if it has 16 bits, byte by byte if it has 8.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,8 +35,16 @@ from nanovllm.ops.overlap import launch_options, release, wait
 @triton.jit
 def _load(base, offsets, live, dtype, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Load [rows, DIM] as ``dtype``: 0 past HEAD_DIM and, if MASKED, in rows that are not live."""
+    return _load_some(base, offsets, live, dtype, HEAD_DIM, DIM, 1, MASKED)
+
+
+@triton.jit
+def _load_some(
+    base, offsets, live, dtype, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load [rows, DIM], every ``STEP``-th channel, as ``_load`` does."""
     dims = tl.arange(0, DIM)
-    pointers = base + offsets[:, None] + dims[None, :]
+    pointers = base + offsets[:, None] + (dims * STEP)[None, :]
     if MASKED:
         rows = tl.load(pointers, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif DIM > HEAD_DIM:
@@ -42,6 +54,40 @@ def _load(base, offsets, live, dtype, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     if rows.dtype != dtype:
         rows = rows.to(tl.float32).to(dtype)  # Triton 3.6 cannot turn float8 into bfloat16 at once on 8.9
     return rows
+
+
+@triton.jit
+def _halves(words, NATIVE: tl.constexpr):
+    """Return the float8 in the lower and in the upper half of words of 16 bits, as float16, which has all of them."""
+    if NATIVE:  # two words at a time: convert both of one word, then sort them
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # the bits are those of a float16 but for the exponent, which counts from another number: 2**-8 too small
+        low = (((words & 0x80) << 8) | ((words & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        high = ((words & 0x8000) | ((words & 0x7F00) >> 1)).to(tl.float16, bitcast=True) * 256
+    return low, high
+
+
+@triton.jit
+def _load_cached(
+    base, offsets, live, dtype, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load keys or values as a tuple of [rows, DIM]: all channels, or those of even and those of odd number."""
+    found = ()
+    if PARTS == 1:
+        found += (_load(base, offsets, live, dtype, HEAD_DIM, DIM, MASKED),)
+    else:
+        low, high = _halves(_load(base, offsets, live, tl.uint16, HEAD_DIM, DIM, MASKED), NATIVE)
+        found += (low.to(dtype), high.to(dtype))
+    return found
 
 
 @triton.jit
@@ -75,6 +121,14 @@ def _find(
 def _update(q, k, v, seen, mixed, weight, top, factor, MASKED: tl.constexpr):
     """Add a tile of keys and values to the sums; if MASKED, only where ``seen``."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, BLOCK_N]
+    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, MASKED)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+    return mixed, weight, top
+
+
+@triton.jit
+def _weigh(scores, seen, weight, top, factor, MASKED: tl.constexpr):
+    """Return a tile's weights, the factor for the sums so far, the new sum of weights and the new maximum."""
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
@@ -83,8 +137,7 @@ def _update(q, k, v, seen, mixed, weight, top, factor, MASKED: tl.constexpr):
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
     fade = tl.exp2(top - base)
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
-    mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
-    return mixed, tl.fma(weight, fade, tl.sum(weights, 1)), new_top
+    return weights, fade, tl.fma(weight, fade, tl.sum(weights, 1)), new_top
 
 
 @triton.jit
@@ -96,17 +149,129 @@ def _add(mixed, weight, top, more, more_weight, more_top):
     return mixed, tl.fma(weight, fade, more_weight * more_fade), new_top
 
 
+@triton.jit
+def _update_parts(q, k, v, seen, mixed, weight, top, factor, PARTS: tl.constexpr, MASKED: tl.constexpr):
+    """``_update`` for tuples: of all channels, or of even and of odd ones."""
+    scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")  # [rows, BLOCK_N]
+    for part in tl.static_range(1, PARTS):
+        scores = tl.dot(q[part], tl.trans(k[part]), scores, input_precision="ieee")
+    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, MASKED)
+    sums = ()
+    for part in tl.static_range(PARTS):
+        sums += (tl.dot(weights.to(v[part].dtype), v[part], mixed[part] * fade[:, None], input_precision="ieee"),)
+    return sums, weight, top
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Return ``PARTS`` sums of nothing."""
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums += (tl.zeros([ROWS, DIM], tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add_parts(mixed, weight, top, more, more_weight, more_top, PARTS: tl.constexpr):
+    """``_add`` for tuples."""
+    sums = ()
+    for part in tl.static_range(PARTS):
+        total, new_weight, new_top = _add(mixed[part], weight, top, more[part], more_weight, more_top)
+        sums += (total,)
+    return sums, new_weight, new_top
+
+
+@triton.jit
+def _fetch(
+    cache, table, begin, stop, kv_head, block_stride, slot_stride, head_stride, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Ask for the keys, or values, of the ``TOKENS`` from ``begin`` to be brought to the L2 cache, and go on."""
+    BYTES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM * BYTES + 127) // 128)  # cache lines of 128 bytes
+    places = tl.minimum(begin + tl.arange(0, TOKENS), stop - 1)
+    blocks = tl.load(table + places // BLOCK_SIZE).to(tl.int64)
+    rows = blocks * block_stride + places % BLOCK_SIZE * slot_stride + kv_head.to(tl.int64) * head_stride
+    bytes_in = tl.minimum(tl.arange(0, LINES) * 128, (HEAD_DIM - 1) * BYTES)
+    address = (cache + rows).to(tl.int64)[:, None] + bytes_in[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _turn(
+    base, offsets, live, norm, eps, cos, sin, dtype, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr
+):
+    """Load heads, normalise and rotate them as ``rotate_and_store.reference`` does; return them as ``PARTS``.
+
+    Each channel is mixed with the one half a head away, which is loaded a second time: it belongs to another thread.
+    """
+    own = base.dtype.element_ty
+    scale = 1.0
+    if norm is not None:
+        squares = tl.zeros([offsets.shape[0]], tl.float32)
+        for index in tl.static_range(PARTS):
+            x = _load_some(base + index, offsets, live, tl.float32, HEAD_DIM // PARTS, WIDTH, PARTS, True)
+            squares += tl.sum(x * x, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    found = ()
+    for index in tl.static_range(PARTS):
+        channel = tl.arange(0, WIDTH) * PARTS + index
+        inside = channel < HEAD_DIM
+        other = (channel + HEAD_DIM // 2) % HEAD_DIM
+        mask = live[:, None] & inside[None, :]
+        x = tl.load(base + offsets[:, None] + channel[None, :], mask, 0.0).to(tl.float32)
+        y = tl.load(base + offsets[:, None] + other[None, :], mask, 0.0).to(tl.float32)
+        if norm is not None:
+            x = (x * scale).to(own).to(tl.float32) * tl.load(norm + channel, inside, 0.0).to(tl.float32)[None, :]
+            y = (y * scale).to(own).to(tl.float32) * tl.load(norm + other, inside, 0.0).to(tl.float32)[None, :]
+            x, y = x.to(own).to(tl.float32), y.to(own).to(tl.float32)
+        turned = (x * tl.load(cos + channel, inside, 0.0).to(tl.float32)[None, :]).to(own).to(tl.float32)
+        turned += y * tl.load(sin + channel, inside, 0.0).to(tl.float32)[None, :]
+        found += (turned.to(own).to(dtype),)
+    return found
+
+
+@triton.jit
+def _keep(place, row, scales, head, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Write a row [1, DIM] to its place in the cache; divided by a scale, if there are any, as ``quantize`` does."""
+    if scales is not None:
+        row = tl.div_rn(row.to(tl.float32), tl.load(scales + head))
+        row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    dims = tl.arange(0, DIM)[None, :]
+    tl.store(place + dims, row.to(place.dtype.element_ty), dims < HEAD_DIM)
+
+
 @triton.jit(do_not_specialize=["split"])
 def _decode(
-    query, keys, values, key_scales, value_scales, out, parts, decodes, owners, rest, tables, split, factor,
-    row_stride, query_head_stride, block_stride, slot_stride, head_stride, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
+    query, keys, values, key_scales, value_scales, q_norm, k_norm, eps, cos, sin, out, parts, decodes, owners, rest,
+    tables, split, factor, row_stride, query_head_stride, angle_stride, block_stride, slot_stride, head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One token of one request, the GROUP query heads of one key-value head: all of the context, or one chunk.
 
     ``split``: 0 uncut; 1 each part a program; 2 only the parts listed in ``rest``, where -1 is padding.
+
+    With ``cos`` and ``sin`` the queries are not ready, nor are the token's key and value, which lie behind the queries,
+    in the cache: what ``rotate_and_store`` would do is done here, by each program for its queries and by that of the
+    last chunk for the key and the value. ``AHEAD``: tokens whose keys and values are asked for before the kernel in front has ended.
     """
+    FLOAT8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    PARTS: tl.constexpr = 2 if FLOAT8 and HEAD_DIM % 2 == 0 and DIM >= 32 else 1
+    SOME: tl.constexpr = HEAD_DIM // PARTS  # channels of a part
+    WIDTH: tl.constexpr = DIM // PARTS
+    dtype = query.dtype.element_ty
+    all_keys, all_values = keys, values
+    all_strides = (block_stride, slot_stride, head_stride)
+    if PARTS == 2:
+        dtype = tl.float32 if dtype == tl.float32 else tl.float16
+        keys = keys.to(tl.pointer_type(tl.uint16), bitcast=True)
+        values = values.to(tl.pointer_type(tl.uint16), bitcast=True)
+        block_stride //= 2
+        slot_stride //= 2
+        head_stride //= 2
     release(WAITS)
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
@@ -138,16 +303,37 @@ def _decode(
         factor *= tl.load(key_scales + kv_head)
     lanes = tl.arange(0, ROWS)
     heads = kv_head * GROUP + lanes
-    dims = tl.arange(0, DIM)
     # a window begins anywhere, a chunk where a tile does
     ONE: tl.constexpr = WINDOW == 0 and BLOCK_SIZE % BLOCK_N == 0
     blocks = _look_up(table, begin, stop, BLOCK_SIZE, BLOCK_N, ONE)
+    if WAITS and AHEAD > 0:
+        _fetch(all_keys, table, begin, stop, kv_head, *all_strides, HEAD_DIM, BLOCK_SIZE, AHEAD)
+        _fetch(all_values, table, begin, stop, kv_head, *all_strides, HEAD_DIM, BLOCK_SIZE, AHEAD)
     wait(WAITS)  # for the queries, and the newest token's key and value
     # the lanes past GROUP fill the smallest tile that tensor cores take
-    q = _load(
-        query + row * row_stride, heads * query_head_stride, lanes < GROUP, query.dtype.element_ty, HEAD_DIM, DIM, True
-    )
-    total = tl.zeros([ROWS, DIM], tl.float32)
+    query += row * row_stride
+    if cos is None:
+        q = ()
+        for index in tl.static_range(PARTS):
+            offsets = heads * query_head_stride + index
+            q += (_load_some(query, offsets, lanes < GROUP, dtype, SOME, WIDTH, PARTS, True),)
+    else:
+        cos += row * angle_stride
+        sin += row * angle_stride
+        at = heads * query_head_stride
+        q = _turn(query, at, lanes < GROUP, q_norm, eps, cos, sin, dtype, HEAD_DIM, WIDTH, PARTS)
+        if stop == context:
+            slot = tl.load(table + (context - 1) // BLOCK_SIZE).to(tl.int64) * all_strides[0]
+            slot += (context - 1) % BLOCK_SIZE * all_strides[1] + kv_head.to(tl.int64) * all_strides[2]
+            query += (tl.num_programs(0) * GROUP + kv_head) * query_head_stride
+            one = tl.arange(0, 1)
+            new = _turn(query, one, one == 0, k_norm, eps, cos, sin, query.dtype.element_ty, HEAD_DIM, DIM, 1)
+            _keep(all_keys + slot, new[0], key_scales, kv_head, HEAD_DIM, DIM)
+            query += tl.num_programs(0) * query_head_stride
+            fresh = _load(query, one, one == 0, query.dtype.element_ty, HEAD_DIM, DIM, True)
+            _keep(all_values + slot, fresh, value_scales, kv_head, HEAD_DIM, DIM)
+            tl.debug_barrier()  # other threads of this program will read it
+    total = _zeros(ROWS, WIDTH, PARTS)
     total_weight = tl.zeros([ROWS], tl.float32)
     total_top = tl.full([ROWS], float("-inf"), tl.float32)
     mixed, weight, top = total, total_weight, total_top
@@ -157,34 +343,38 @@ def _decode(
         live = start + tl.arange(0, BLOCK_N) < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
-        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
-        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
+        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
+        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
+        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, False)
         if (tile + 1) % (chunk // BLOCK_N) == 0:
-            total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
-            mixed = tl.zeros([ROWS, DIM], tl.float32)
+            total, total_weight, total_top = _add_parts(total, total_weight, total_top, mixed, weight, top, PARTS)
+            mixed = _zeros(ROWS, WIDTH, PARTS)
             weight = tl.zeros([ROWS], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
     start = begin + tiles * BLOCK_N
     if start < stop:
         live = start + tl.arange(0, BLOCK_N) < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
-        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
-        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, True)
-    total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
+        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
+        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
+        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, True)
+    total, total_weight, total_top = _add_parts(total, total_weight, total_top, mixed, weight, top, PARTS)
 
     num_heads = tl.num_programs(0) * GROUP
-    mask = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    dims = tl.arange(0, WIDTH)
+    mask = (lanes < GROUP)[:, None] & (dims < SOME)[None, :]
     if (split == 0) | (context - first <= chunk):
-        pointers = out + (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-        result = total / total_weight[:, None]
+        scale = 1.0
         if value_scales is not None:
-            result *= tl.load(value_scales + kv_head)
-        tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+            scale = tl.load(value_scales + kv_head)
+        pointers = out + (row * num_heads + heads[:, None]) * HEAD_DIM
+        for index in tl.static_range(PARTS):
+            result = total[index] / total_weight[:, None] * scale
+            tl.store(pointers + (dims * PARTS + index)[None, :], result.to(out.dtype.element_ty), mask=mask)
     else:
         place = parts + (part.to(tl.int64) * num_heads + heads) * (HEAD_DIM + 2)
-        tl.store(place[:, None] + dims[None, :], total, mask=mask)
+        for index in tl.static_range(PARTS):
+            tl.store(place[:, None] + (dims * PARTS + index)[None, :], total[index], mask=mask)
         tl.store(place + HEAD_DIM, total_weight, mask=lanes < GROUP)
         tl.store(place + HEAD_DIM + 1, total_top, mask=lanes < GROUP)
 
@@ -352,6 +542,16 @@ def _prefill(
 LOG2_E = 1.4426950408889634
 
 
+class Fresh(NamedTuple):
+    """What queries, keys and values out of the projection still lack; nothing at all: they lack nothing."""
+
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
 def _widths(query, keys, scale, window):
     """Return the arguments that all kernels share: positional ones and keywords."""
     assert query.stride(2) == keys.stride(3) == 1
@@ -389,12 +589,14 @@ def sum_shared(
 
 
 def decode(
-    query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, out: Tensor,
-    parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor, scale: float,
-    window: int | None, block_n: int, warps: int, stages: int, registers: int | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, fresh: Fresh,
+    out: Tensor, parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor,
+    scale: float, window: int | None, ahead: int, block_n: int, warps: int, stages: int, registers: int | None = None,
 ) -> None:  # fmt: skip
     """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
 
+    ``fresh``: what ``query``, which then has keys and values too, still lacks. ``ahead``: tokens, a power of 2, whose keys
+    and values each program asks for early.
     ``rest``: the chunks that are left to do, if ``parts`` has the sums of some already; None: all of them.
     ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
     """
@@ -402,12 +604,14 @@ def decode(
     numbers, widths = _widths(query, keys, scale, window)
     split = 0 if parts is None else 1 if rest is None else 2
     programs = (decodes, owners, rest)[split].shape[0]
+    angle_stride = 0 if fresh.cos is None else fresh.cos.stride(0)
     if programs:
         _decode[keys.shape[2], programs](
-            query, keys, values, key_scales, value_scales, out, parts if split else out, decodes, owners,
-            owners if rest is None else rest, tables, split, *numbers, **widths,
-            ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, num_warps=warps,
-            num_stages=stages, maxnreg=registers, **launch_options(query),
+            query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
+            owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
+            ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, AHEAD=ahead,
+            NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
+            maxnreg=registers, **launch_options(query),
         )  # fmt: skip
     if split:
         names = ("GROUP", "HEAD_DIM", "WINDOW", "DIM", "enable_fp_fusion")

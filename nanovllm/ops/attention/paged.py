@@ -48,8 +48,15 @@ Integers = np.ndarray[Any, np.dtype[Any]]
 PREFERRED_BLOCK_SIZE = 64
 """The kernels are as fast with 16; but the host handles every block of every request in each step."""
 
-MIN_CHUNK, MAX_CHUNKS = 256, 64
-"""Tokens: two tiles of keys and values. 64 parts of 8 heads are four programs for each processor of a large GPU."""
+MIN_CHUNK, MAX_CHUNKS = 256, 32
+"""Tokens, and how many chunks of a context: 32 of 8 heads are two programs for each processor of a large GPU, as many
+as run at once; two rounds of shorter ones were slower."""
+
+FRESH_DECODES = 64
+"""Most decodes for ``attend_fresh``: of many, each program's own work on its queries takes longer than a launch."""
+
+AHEAD = 128
+"""Tokens of which a program asks for keys and values early, if decodes are so few that launches count."""
 
 SHORT_CHUNKS = (64, 128)
 """Tokens of the chunks of steps that are so small that even these leave processors idle, from the shortest."""
@@ -81,8 +88,11 @@ PROGRAMS_PER_PROCESSOR = 3
 
 DECODE_TILES = ((32, 4, 4, 128), (32, 4, 3), (32, 4, 2), (16, 4, 2))
 """Of contexts in one piece. Keys in a tile, warps, stages of the pipeline, and if that is to be limited, registers of a
-thread: the first that fits into shared memory is taken. Float8 has twice the keys in a tile, which is as many bytes,
-and no limit, for the numbers they are turned into need the registers."""
+thread: the first that fits into shared memory is taken."""
+
+FLOAT8_TILES = ((64, 2, 3), (64, 2, 2), (32, 2, 2), (16, 4, 2))
+"""Of contexts in one piece in a cache of float8: twice the keys are as many bytes, and half the warps share less work
+that all of them do."""
 
 CUT_TILES = ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 2))
 """Of contexts that are cut into the shortest chunks; of float8 too."""
@@ -369,35 +379,86 @@ def attend(
     float8 count times ``key_scales`` and ``value_scales``, float32 [kv_heads].
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    width = keys.element_size() * (1 << (keys.shape[3] - 1).bit_length())  # bytes of a key with its padding
     cache = (keys, values, key_scales, value_scales)
     if plan.pieces.shape[0]:
+        width = _width(keys)
         tile = _fit(PREFILL_TILES, width, plan.shared_bytes - QUERY_TILE * width)
         kernel.prefill(query, *cache, out, plan.pieces, plan.tables, scale, window, QUERY_TILE, *tile)
     if plan.decodes.shape[0]:
-        parts = rest = None
-        kv_heads, number = keys.shape[2], plan.owners.shape[0]
-        shares = window is None and plan.shared.shape[0] > 0
-        if shares or plan.splits(kv_heads, window):
-            shape = (number, query.shape[1], keys.shape[3] + 2)  # sums, their weight and maximum
-            parts = torch.empty(shape, dtype=torch.float32, device=query.device)
-        if shares:
-            rest, number = plan.rest, plan.rest.shape[0]
-            tile = _fit(SHARED_TILES, width, plan.shared_bytes - SHARED_ROWS * width)
-            assert parts is not None
-            kernel.sum_shared(
-                query, keys, values, key_scales, parts, plan.decodes, plan.shared, plan.tables, scale, SHARED_BY,
-                SHARED_ROWS, *tile,
-            )  # fmt: skip
-        few = not shares or kv_heads * number < PROGRAMS_PER_PROCESSOR * plan.processors
-        tiles: Sequence[tuple[int, ...]] = DECODE_TILES
-        if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
-            tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
-        elif keys.element_size() == 1:
-            tiles = [(2 * tile[0], *tile[1:3]) for tile in tiles]
-        tile = _fit(tiles, width, plan.shared_bytes)
-        kernel.decode(query, *cache, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, *tile)
+        _decode(query, cache, kernel.Fresh(), out, plan, scale, window)
     return out
+
+
+def attends_fresh(plan: Plan) -> bool:
+    """Whether ``attend_fresh`` can take a plan whose decodes are one for each request, and is the faster way."""
+    return plan.decodes.shape[0] <= FRESH_DECODES + 1 and not (
+        plan.pieces.shape[0] or plan.shared.shape[0] or plan.one_tile
+    )
+
+
+def attend_fresh(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> Tensor:
+    """Compute ``rotate_and_store`` and ``attend`` in one, for a step in which each request computes its last token.
+
+    The slot of a token is the one that its request's table gives. Saves a launch; the last bits of queries and keys may
+    be others than ``rotate_and_store`` gives.
+    """
+    query = qkv[:, : -2 * keys.shape[2]]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    fresh = kernel.Fresh(*(norms or (None, None, 0.0)), cos, sin)
+    _decode(query, (keys, values, key_scales, value_scales), fresh, out, plan, scale, window)
+    return out
+
+
+def _decode(
+    query: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    fresh: kernel.Fresh,
+    out: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None,
+) -> None:
+    keys, values, key_scales, _ = cache
+    parts = rest = None
+    kv_heads, number, width = keys.shape[2], plan.owners.shape[0], _width(keys)
+    shares = window is None and plan.shared.shape[0] > 0
+    if shares or plan.splits(kv_heads, window):
+        shape = (number, query.shape[1], keys.shape[3] + 2)  # sums, their weight and maximum
+        parts = torch.empty(shape, dtype=torch.float32, device=query.device)
+    if shares:
+        rest, number = plan.rest, plan.rest.shape[0]
+        tile = _fit(SHARED_TILES, width, plan.shared_bytes - SHARED_ROWS * width)
+        assert parts is not None
+        kernel.sum_shared(
+            query, keys, values, key_scales, parts, plan.decodes, plan.shared, plan.tables, scale, SHARED_BY,
+            SHARED_ROWS, *tile,
+        )  # fmt: skip
+    few = not shares or kv_heads * number < PROGRAMS_PER_PROCESSOR * plan.processors
+    tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
+    if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
+        tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
+    ahead = AHEAD if parts is not None or plan.decodes.shape[0] <= FRESH_DECODES + 1 else 0
+    kernel.decode(
+        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead,
+        *_fit(tiles, width, plan.shared_bytes),
+    )  # fmt: skip
+
+
+def _width(keys: Tensor) -> int:
+    """Bytes of a key with its padding."""
+    return keys.element_size() * (1 << (keys.shape[3] - 1).bit_length())
 
 
 def _fit(tiles: Sequence[tuple[int, ...]], width: int, shared_bytes: int) -> tuple[int, ...]:

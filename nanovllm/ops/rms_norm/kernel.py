@@ -14,17 +14,23 @@ WIDEST = 16384
 
 @triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
 def rms_norm_kernel(
-    x, residual, weight, out, total, rows, heads, width, x_token, x_head, residual_token, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+    x, residual, weight, out, total, rows, heads, width, x_token, x_head, x_part, residual_token, eps,
+    ADD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise ``ROWS`` rows; row = token * heads + head. ``ADD``: add the residual first and store the sum."""
+    """Normalise ``ROWS`` rows; row = token * heads + head. ``ADD``: add the residual first and store the sum.
+
+    ``x`` comes in ``PARTS``, which are added from the first to the last.
+    """
     release(WAITS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # int64: rows * width passes 2**31
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
     gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)  # [1, BLOCK]
     wait(WAITS)
-    values = tl.load(x + row // heads * x_token + row % heads * x_head + column, inside, 0.0).to(tl.float32)
+    x += row // heads * x_token + row % heads * x_head + column
+    values = tl.load(x, inside, 0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(x + part * x_part, inside, 0.0)
     if ADD:
         values += tl.load(residual + row * residual_token + column, inside, 0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
@@ -44,22 +50,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``reference.add_rms_norm``."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     _launch(x, residual, weight, out, total, eps, add=True)
     return out, total
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool) -> None:
-    heads, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    rows = x.shape[0] * heads
+    parts, heads = (x.shape[0], 1) if add and x.dim() == 3 else (1, x.shape[1] if x.dim() == 3 else 1)
+    width = x.shape[-1]
+    rows = out.numel() // width if width else 0
     if not rows:
         return
     block = triton.next_power_of_2(width)
     together = max(1, 1024 // block)  # heads are short: several of them keep a program's threads busy
+    token, head = (x.stride(1), 0) if parts > 1 or (add and x.dim() == 3) else (x.stride(0), x.stride(-2))
     rms_norm_kernel[(triton.cdiv(rows, together),)](
-        x, residual, weight, out, total, rows, heads, width, x.stride(0), x.stride(-2), residual.stride(0), eps,
-        ADD=add, ROWS=together, BLOCK=block,
+        x, residual, weight, out, total, rows, heads, width, token, head, x.stride(0), residual.stride(0), eps,
+        ADD=add, PARTS=parts, ROWS=together, BLOCK=block,
         num_warps=min(16, max(1, together * block // 256)),  # 8 numbers a thread: one load of 16 bytes
         **launch_options(x), **FUSED,
     )  # fmt: skip

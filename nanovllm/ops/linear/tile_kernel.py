@@ -1,0 +1,122 @@
+"""Linear layers for some tens of rows, on the matrix units.
+
+A step of that many requests is still the reading of its weights, but a program also reads all rows it multiplies, and
+these come out of the L2 cache no faster than the weights come out of memory. So a program takes many lines of the
+weight, or few columns, which leaves the fewest rows to read; where that gives too few programs, a product is cut along
+its inputs into parts, and whoever reads it adds them:
+
+    weight [outputs, inputs]     outputs / LINES programs, times PARTS, times rows / ROWS
+    out    [PARTS, rows, outputs]
+
+While the kernel before is still running, a program asks for its weights to be brought to L2 (``overlap``). Sums are
+float32, their order depends on the tile alone, and nothing is added atomically.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.ops.kernels import FUSED
+from nanovllm.ops.linear.kernel import _gated, _load
+from nanovllm.ops.overlap import launch_options, release, wait
+
+
+class Tile(NamedTuple):
+    """How a product is cut."""
+
+    lines: int
+    """Of the weight; of a gated one, lines of the gate and as many of ``up``."""
+    columns: int
+    """At a time."""
+    parts: int
+    warps: int
+    stages: int
+    rows: int = 64
+    """Most rows of a program."""
+
+
+@triton.jit
+def _fetch(weight, first, outputs, start, INPUTS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr):
+    """Ask for the ``SPAN`` columns from ``start`` of ``LINES`` lines to be brought to the L2 cache, and go on."""
+    STEP: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # a cache line of 128 bytes
+    STEPS: tl.constexpr = triton.next_power_of_2((SPAN + STEP - 1) // STEP)
+    line = tl.minimum(first + tl.arange(0, LINES), outputs - 1).to(tl.int64)[:, None]
+    column = tl.minimum(start + tl.arange(0, STEPS) * STEP, INPUTS - 1)[None, :]
+    address = (weight + line * INPUTS + column).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
+def tile_kernel(
+    x, weight, bias, out, rows, outputs, x_row,
+    INPUTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Multiply ``ROWS`` rows by ``LINES`` lines of the weight, along ``SPAN`` columns of it.
+
+    Rows and lines beyond the last are read as the last, which needs no masks.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    WHOLE: tl.constexpr = SPAN % COLUMNS == 0 and INPUTS % SPAN == 0
+    first = tl.program_id(0) * LINES
+    begin = tl.program_id(1) * SPAN
+    if WAITS:
+        _fetch(weight, first, outputs, begin, INPUTS, LINES, SPAN)
+        if GATED:
+            _fetch(weight + outputs.to(tl.int64) * INPUTS, first, outputs, begin, INPUTS, LINES, SPAN)
+    release(WAITS)
+    wait(WAITS)
+
+    line = tl.minimum(first + tl.arange(0, LINES), outputs - 1).to(tl.int64)[:, None]  # int64: beyond 2**31
+    row = tl.minimum(tl.program_id(2) * ROWS + tl.arange(0, ROWS), rows - 1).to(tl.int64)[:, None]
+    column = begin + tl.arange(0, COLUMNS)[None, :]
+    x_at = x + row * x_row + column
+    weight_at = weight + line * INPUTS + column
+    sums = tl.zeros([LINES, ROWS], tl.float32)
+    up_sums = sums
+    for start in range(0, SPAN, COLUMNS):
+        inside = column + start < tl.minimum(begin + SPAN, INPUTS)
+        values = tl.trans(_load(x_at + start, inside, WHOLE))
+        sums = tl.dot(_load(weight_at + start, inside, WHOLE), values, sums)
+        if GATED:
+            up = _load(weight_at + outputs.to(tl.int64) * INPUTS + start, inside, WHOLE)
+            up_sums = tl.dot(up, values, up_sums)
+
+    result = tl.trans(sums)  # [ROWS, LINES]
+    place = first + tl.arange(0, LINES)[None, :]
+    exists = place < outputs
+    if BIAS and begin == 0:
+        result += tl.load(bias + place, exists, 0.0).to(tl.float32)
+    if GATED:
+        up = tl.trans(up_sums)
+        if BIAS:
+            up += tl.load(bias + outputs + place, exists, 0.0).to(tl.float32)
+        result = _gated(result, up, ACTIVATION, x.dtype.element_ty)
+    out_row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = (tl.program_id(1) * rows + out_row) * outputs + place
+    tl.store(out + at, result.to(out.dtype.element_ty), exists & (out_row < rows))
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile) -> Tensor:
+    """Return ``reference.linear``, or ``reference.gated``, as parts [tile.parts, rows, outputs] to be added.
+
+    One part has the type of ``x``; several are float32.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // (1 if activation is None else 2)
+    assert tile.parts == 1 or activation is None, "a gate needs whole sums"
+    dtype = x.dtype if tile.parts == 1 else torch.float32
+    out = torch.empty(tile.parts, rows, outputs, dtype=dtype, device=x.device)
+    padded = min(tile.rows, max(8, triton.next_power_of_2(rows)))
+    span = triton.cdiv(triton.cdiv(inputs, tile.columns), tile.parts) * tile.columns
+    tile_kernel[triton.cdiv(outputs, tile.lines), tile.parts, triton.cdiv(rows, padded)](
+        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), INPUTS=inputs, SPAN=span, ROWS=padded,
+        LINES=tile.lines, COLUMNS=tile.columns, BIAS=bias is not None, ACTIVATION=activation,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x), **FUSED,
+    )  # fmt: skip
+    return out
