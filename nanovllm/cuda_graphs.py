@@ -6,8 +6,8 @@ computes one token is recorded once for each of a few numbers of rows, and repla
     spans -> Message (pinned) --one copy--> Message (device) --replay--> tokens (device)
 
 A step with fewer requests than its graph has rows fills the rest with rows of no context, which write nothing. Graphs
-of plain steps are recorded when the engine is built, some 15 ms each; others when they are first needed, with those that
-the same requests will need as they get fewer. They share their working memory, for one runs at a time.
+of plain steps are recorded when the engine is built, some 15 ms each; others when they are first needed, with those
+that the same requests will need as they get fewer. They share their working memory, for one runs at a time.
 """
 
 import logging

@@ -43,16 +43,16 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "tokens width"],
+        x: Float[Tensor, "*parts tokens width"],
         residual: Float[Tensor, "tokens width"] | None,
         norm: RMSNorm,
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
-        """Attend to the norm of x + residual; return (what attention adds to each token, x + residual)."""
+    ) -> tuple[Float[Tensor, "*parts tokens width"], Float[Tensor, "tokens width"]]:
+        """Attend to the norm of x + residual; return (what this adds to each token, maybe in parts; x + residual)."""
         projected, total = self.qkv_proj.after_norm(x, residual, norm)
-        qkv = projected.view(x.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
+        qkv = projected.view(projected.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
         q_norm, k_norm, scales = self.q_norm, self.k_norm, cache.scales(self.layer)
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         keys, values = cache.layer(self.layer)
@@ -61,4 +61,4 @@ class Attention(nn.Module):
         else:
             q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
             out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
-        return self.o_proj(out.flatten(1)), total
+        return self.o_proj.in_parts(out.flatten(1)), total

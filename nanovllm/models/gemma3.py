@@ -18,6 +18,7 @@ from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
+from nanovllm.ops.rms_norm import whole
 
 
 class GemmaNorm(RMSNorm):
@@ -48,9 +49,9 @@ class DecoderLayer(nn.Module):
     ) -> Float[Tensor, "tokens width"]:
         """Return the residual after both blocks."""
         added, _ = self.self_attn(x, None, self.input_layernorm, angles, cache, batch)
-        x = x + self.post_attention_layernorm(added)
+        x = x + self.post_attention_layernorm(whole(added, x.dtype))
         added, _ = self.mlp(x, None, self.pre_feedforward_layernorm)
-        x = x + self.post_feedforward_layernorm(added)
+        x = x + self.post_feedforward_layernorm(whole(added, x.dtype))
         return x
 
 

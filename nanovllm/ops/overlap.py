@@ -54,6 +54,14 @@ def wait(WAITS: tl.constexpr) -> None:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def fetch(addresses) -> None:  # type: ignore[no-untyped-def]
+    """Ask for the cache lines at int64 addresses to be brought to the L2 cache, and go on: a reading like any other."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 def _can_overlap(device: int) -> bool:
     if torch.version.hip is not None or not hasattr(tl.extra.cuda, "gdc_wait"):
         return False

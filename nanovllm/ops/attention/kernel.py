@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.overlap import launch_options, release, wait
+from nanovllm.ops.overlap import fetch, launch_options, release, wait
 
 
 @triton.jit
@@ -193,10 +193,7 @@ def _fetch(
     blocks = tl.load(table + places // BLOCK_SIZE).to(tl.int64)
     rows = blocks * block_stride + places % BLOCK_SIZE * slot_stride + kv_head.to(tl.int64) * head_stride
     bytes_in = tl.minimum(tl.arange(0, LINES) * 128, (HEAD_DIM - 1) * BYTES)
-    address = (cache + rows).to(tl.int64)[:, None] + bytes_in[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+    fetch((cache + rows).to(tl.int64)[:, None] + bytes_in[None, :])
 
 
 @triton.jit
@@ -256,7 +253,8 @@ def _decode(
 
     With ``cos`` and ``sin`` the queries are not ready, nor are the token's key and value, which lie behind the queries,
     in the cache: what ``rotate_and_store`` would do is done here, by each program for its queries and by that of the
-    last chunk for the key and the value. ``AHEAD``: tokens whose keys and values are asked for before the kernel in front has ended.
+    last chunk for the key and the value. ``AHEAD``: tokens whose keys and values are asked for before the kernel in
+    front has ended.
     """
     FLOAT8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     PARTS: tl.constexpr = 2 if FLOAT8 and HEAD_DIM % 2 == 0 and DIM >= 32 else 1
@@ -595,8 +593,8 @@ def decode(
 ) -> None:  # fmt: skip
     """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
 
-    ``fresh``: what ``query``, which then has keys and values too, still lacks. ``ahead``: tokens, a power of 2, whose keys
-    and values each program asks for early.
+    ``fresh``: what ``query``, which then has keys and values too, still lacks. ``ahead``: tokens, a power of 2, whose
+    keys and values each program asks for early.
     ``rest``: the chunks that are left to do, if ``parts`` has the sums of some already; None: all of them.
     ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
     """

@@ -48,15 +48,16 @@ Integers = np.ndarray[Any, np.dtype[Any]]
 PREFERRED_BLOCK_SIZE = 64
 """The kernels are as fast with 16; but the host handles every block of every request in each step."""
 
-MIN_CHUNK, MAX_CHUNKS = 256, 32
-"""Tokens, and how many chunks of a context: 32 of 8 heads are two programs for each processor of a large GPU, as many
-as run at once; two rounds of shorter ones were slower."""
+MIN_CHUNK, MAX_CHUNKS = 256, 64
+"""Tokens: two tiles of keys and values. 64 parts of 8 heads are four programs for each processor of a large GPU."""
 
-FRESH_DECODES = 64
-"""Most decodes for ``attend_fresh``: of many, each program's own work on its queries takes longer than a launch."""
+FRESH_DECODES = (2, 16)
+"""How many decodes ``attend_fresh`` is for: with more, or one alone, what each program does to its queries takes longer
+than the launch that is saved."""
 
-AHEAD = 128
-"""Tokens of which a program asks for keys and values early, if decodes are so few that launches count."""
+AHEAD, AHEAD_DECODES = 128, 1
+"""Tokens of which a program asks for keys and values early, and for how many decodes at most: with more there is no
+bandwidth to spare."""
 
 SHORT_CHUNKS = (64, 128)
 """Tokens of the chunks of steps that are so small that even these leave processors idle, from the shortest."""
@@ -391,9 +392,9 @@ def attend(
 
 def attends_fresh(plan: Plan) -> bool:
     """Whether ``attend_fresh`` can take a plan whose decodes are one for each request, and is the faster way."""
-    return plan.decodes.shape[0] <= FRESH_DECODES + 1 and not (
-        plan.pieces.shape[0] or plan.shared.shape[0] or plan.one_tile
-    )
+    number = plan.decodes.shape[0] - (plan.owners.shape[0] > 0)  # if cut, one is padding
+    fewest, most = FRESH_DECODES
+    return fewest <= number <= most and not (plan.pieces.shape[0] or plan.shared.shape[0] or plan.one_tile)
 
 
 def attend_fresh(
@@ -416,7 +417,8 @@ def attend_fresh(
     """
     query = qkv[:, : -2 * keys.shape[2]]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    fresh = kernel.Fresh(*(norms or (None, None, 0.0)), cos, sin)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    fresh = kernel.Fresh(q_norm, k_norm, eps, cos, sin)
     _decode(query, (keys, values, key_scales, value_scales), fresh, out, plan, scale, window)
     return out
 
@@ -449,7 +451,7 @@ def _decode(
     tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
     if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
         tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
-    ahead = AHEAD if parts is not None or plan.decodes.shape[0] <= FRESH_DECODES + 1 else 0
+    ahead = AHEAD if parts is not None and plan.decodes.shape[0] <= AHEAD_DECODES + 1 else 0
     kernel.decode(
         query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead,
         *_fit(tiles, width, plan.shared_bytes),

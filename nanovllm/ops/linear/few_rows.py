@@ -14,12 +14,14 @@ from nanovllm.ops.kernels import kernels_run_on
 from nanovllm.ops.linear.product import Product, norm
 
 ROWS, LONG_ROWS = 16, 1
-"""Most rows that go to the kernels, and of rows of more than ``LONG`` numbers.
+"""Most rows that go to ``kernel``, and of rows of more than ``LONG`` numbers."""
 
-Beyond them cuBLAS is faster: ``bench/linear.py`` shows from where on."""
+TILE_ROWS = 64
+"""Most rows that go to ``tile_kernel``; beyond them cuBLAS is faster: ``bench/linear.py`` shows from where on."""
 
-LONG = 3072
-"""The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains."""
+LONG, WIDE = 3072, 32_768
+"""The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains. A product
+with more outputs, a head, is large enough for cuBLAS from 17 rows on."""
 
 NORM_ROWS = 2
 """Most rows that go to a kernel with the norm in it, which each of its programs computes again."""
@@ -34,16 +36,18 @@ class FewRows(Product):
     """A product that takes its kernel where that is faster; ``reference`` says what is computed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        from nanovllm.ops.linear import kernel
+        from nanovllm.ops.linear import kernel, tile_kernel
 
-        self.kernel, self.weight, self.bias = kernel, weight.contiguous(), bias
+        self.kernel, self.tile_kernel, self.weight, self.bias = kernel, tile_kernel, weight.contiguous(), bias
         long = weight.shape[1] > LONG
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
         self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, kernel.FEW)
         if weight.shape[1] > kernel.WIDEST:
             self.norm_rows = 0
+        tiles = not long and weight.shape[0] < WIDE and weight.element_size() == 2
+        self.tile_rows = TILE_ROWS if tiles else self.rows
         # not a method of its own: an object that refers to itself would hold the weight until the next collection
-        super().__init__(partial(_multiply, weight=self.weight, bias=bias, rows=self.rows))
+        super().__init__(partial(_multiply, weight=self.weight, bias=bias, rows=self.rows, tile_rows=self.tile_rows))
         torch.cuda.synchronize(weight.device)  # from now on a kernel may read the weight before it waits for others
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -58,20 +62,27 @@ class FewRows(Product):
         """See ``reference.norm_gated``."""
         if self._fuses(x, residual, norm_weight):
             return self.kernel.norm_gated(x, residual, norm_weight, eps, self.weight, self.bias, activation)
-        if 0 < x.shape[0] <= self.rows and kernels_run_on(x, self.weight):
+        if 0 < x.shape[-2] <= self.tile_rows and kernels_run_on(norm_weight, self.weight):
             normed, total = norm(x, residual, norm_weight, eps)
-            return self.kernel.gated(normed, self.weight, self.bias, activation), total
+            gated = self.kernel.gated if normed.shape[0] <= self.rows else self.tile_kernel.multiply
+            return gated(normed, self.weight, self.bias, activation), total
         return super().gated_after_norm(x, residual, norm_weight, eps, activation)
 
+    def in_parts(self, x: Tensor) -> Tensor:
+        """See ``reference.in_parts``."""
+        if self.rows < x.shape[0] <= self.tile_rows and kernels_run_on(x, self.weight):
+            return self.tile_kernel.multiply(x, self.weight, self.bias, in_parts=True)
+        return super().in_parts(x)
+
     def _fuses(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor) -> bool:
-        if not 0 < x.shape[0] <= self.norm_rows:
+        if x.dim() == 3 or not 0 < x.shape[0] <= self.norm_rows:
             return False
         return kernels_run_on(x, x if residual is None else residual, norm_weight, self.weight)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    if 0 < x.shape[0] <= rows and kernels_run_on(x, weight):
-        from nanovllm.ops.linear import kernel
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, tile_rows: int) -> Tensor:
+    if not (0 < x.shape[0] <= tile_rows and kernels_run_on(x, weight)):
+        return F.linear(x, weight, bias)
+    from nanovllm.ops.linear import kernel, tile_kernel
 
-        return kernel.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return kernel.linear(x, weight, bias) if x.shape[0] <= rows else tile_kernel.multiply(x, weight, bias)

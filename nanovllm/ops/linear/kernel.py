@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.kernels import FUSED
-from nanovllm.ops.overlap import launch_options, release, wait
+from nanovllm.ops.overlap import fetch, launch_options, release, wait
 
 FEW = 4
 """Most rows that can be multiplied without the matrix units; beyond, their sums leave no registers to weights."""
@@ -90,16 +90,13 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight, first, outputs, INPUTS: tl.constexpr, LINES: tl.constexpr, SKIP: tl.constexpr):
-    """Ask for the columns from ``SKIP`` on of ``LINES`` lines to be brought to the L2 cache, and go on."""
+def _fetch(weight, first, outputs, start, INPUTS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr):
+    """Ask for the ``SPAN`` columns from ``start`` of ``LINES`` lines to be brought to the L2 cache, and go on."""
     STEP: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # a cache line of 128 bytes
-    STEPS: tl.constexpr = triton.next_power_of_2((INPUTS - SKIP + STEP - 1) // STEP)
+    STEPS: tl.constexpr = triton.next_power_of_2((SPAN + STEP - 1) // STEP)
     line = tl.minimum(first + tl.arange(0, LINES), outputs - 1).to(tl.int64)[:, None]
-    column = tl.minimum(SKIP + tl.arange(0, STEPS) * STEP, INPUTS - 1)[None, :]
-    address = (weight + line * INPUTS + column).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+    column = tl.minimum(start + tl.arange(0, STEPS) * STEP, INPUTS - 1)[None, :]
+    fetch((weight + line * INPUTS + column).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
@@ -132,9 +129,9 @@ def few_kernel(
     if NORM and TILES == 1:
         gains = _load(gain + column, inside, WHOLE)
     if WAITS and TILES > 1:
-        _fetch(weight, first, outputs, INPUTS, LINES, COLUMNS)
+        _fetch(weight, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
         if GATED:
-            _fetch(weight + outputs.to(tl.int64) * INPUTS, first, outputs, INPUTS, LINES, COLUMNS)
+            _fetch(weight + outputs.to(tl.int64) * INPUTS, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
     release(WAITS)  # the weights of the next kernel come after these
     wait(WAITS)
 

@@ -18,6 +18,10 @@ class Product:
         """See ``reference.linear``."""
         return self.multiply(x)
 
+    def in_parts(self, x: Tensor) -> Tensor:
+        """See ``reference.in_parts``."""
+        return self.multiply(x)
+
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See ``reference.norm_linear``."""
         normed, total = norm(x, residual, norm_weight, eps)
@@ -32,7 +36,7 @@ class Product:
 
 
 def norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (the norm of x + residual, x + residual). Without a residual the sum is ``x`` itself."""
+    """Return (the norm of x + residual, x + residual). Without a residual the sum is ``x`` itself, which is whole."""
     if residual is None:
         return rms_norm(x, norm_weight, eps), x
     return add_rms_norm(x, residual, norm_weight, eps)

@@ -17,6 +17,15 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def in_parts(
+    x: Float[Tensor, "tokens inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, " outputs"] | None = None,
+) -> Float[Tensor, "*parts tokens outputs"]:
+    """Return ``linear``, or float32 parts [parts, tokens, outputs] of it that are still to be added: see ``whole``."""
+    return linear(x, weight, bias)
+
+
 def gated(
     x: Float[Tensor, "tokens inputs"],
     weight: Float[Tensor, "two_width inputs"],

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.kernels import FUSED
-from nanovllm.ops.linear.kernel import _gated, _load
+from nanovllm.ops.linear.kernel import _fetch, _gated, _load
 from nanovllm.ops.overlap import launch_options, release, wait
 
 
@@ -34,35 +34,26 @@ class Tile(NamedTuple):
     parts: int
     warps: int
     stages: int
-    rows: int = 64
-    """Most rows of a program."""
 
 
-@triton.jit
-def _fetch(weight, first, outputs, start, INPUTS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr):
-    """Ask for the ``SPAN`` columns from ``start`` of ``LINES`` lines to be brought to the L2 cache, and go on."""
-    STEP: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # a cache line of 128 bytes
-    STEPS: tl.constexpr = triton.next_power_of_2((SPAN + STEP - 1) // STEP)
-    line = tl.minimum(first + tl.arange(0, LINES), outputs - 1).to(tl.int64)[:, None]
-    column = tl.minimum(start + tl.arange(0, STEPS) * STEP, INPUTS - 1)[None, :]
-    address = (weight + line * INPUTS + column).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+ROWS = 64
+"""Most rows of a program."""
+
+ENOUGH = 128
+"""Programs that keep a large GPU busy: it has 132 processors, or about as many."""
 
 
 @triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
 def tile_kernel(
     x, weight, bias, out, rows, outputs, x_row,
     INPUTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply ``ROWS`` rows by ``LINES`` lines of the weight, along ``SPAN`` columns of it.
 
-    Rows and lines beyond the last are read as the last, which needs no masks.
+    Rows and lines beyond the last are read as the last, which needs no masks. ``WHOLE``: no column lies beyond the end.
     """
     GATED: tl.constexpr = ACTIVATION is not None
-    WHOLE: tl.constexpr = SPAN % COLUMNS == 0 and INPUTS % SPAN == 0
     first = tl.program_id(0) * LINES
     begin = tl.program_id(1) * SPAN
     if WAITS:
@@ -90,8 +81,8 @@ def tile_kernel(
     result = tl.trans(sums)  # [ROWS, LINES]
     place = first + tl.arange(0, LINES)[None, :]
     exists = place < outputs
-    if BIAS and begin == 0:
-        result += tl.load(bias + place, exists, 0.0).to(tl.float32)
+    if BIAS:  # once: in the first part
+        result += tl.load(bias + place, place < tl.where(begin == 0, outputs, 0), 0.0).to(tl.float32)
     if GATED:
         up = tl.trans(up_sums)
         if BIAS:
@@ -102,21 +93,43 @@ def tile_kernel(
     tl.store(out + at, result.to(out.dtype.element_ty), exists & (out_row < rows))
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile) -> Tensor:
-    """Return ``reference.linear``, or ``reference.gated``, as parts [tile.parts, rows, outputs] to be added.
+def choose(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool) -> Tile:
+    """Return the tile for a product; ``outputs`` of a gated one are those behind the gate. ``in_parts``: may have some.
 
-    One part has the type of ``x``; several are float32.
+    Figures of ``bench/linear.py`` on an H200: 64 lines leave the fewest rows to read, and parts make up for programs.
     """
+    if gated:
+        return Tile(lines=32, columns=128, parts=1, warps=4, stages=4)
+    parts = max(1, min(ENOUGH // triton.cdiv(outputs, 64), inputs // 256)) if in_parts else 1
+    if parts == 1 and rows > 32:
+        return Tile(lines=64, columns=64, parts=1, warps=4, stages=6)
+    return Tile(lines=64, columns=128, parts=parts, warps=4, stages=4)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, *, in_parts: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``reference.linear``, or with an activation ``reference.gated``; ``in_parts``: see ``reference.in_parts``.
+
+    Rows may lie apart; the weight is contiguous. float32, which the matrix units would cut to 11 bits, is not taken.
+    """
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.element_size() == 2, "the front door sees to it"
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
-    assert tile.parts == 1 or activation is None, "a gate needs whole sums"
+    tile = tile or choose(rows, outputs, inputs, activation is not None, in_parts)
+    assert tile.parts == 1 or (in_parts and activation is None), "a gate needs whole sums"
     dtype = x.dtype if tile.parts == 1 else torch.float32
     out = torch.empty(tile.parts, rows, outputs, dtype=dtype, device=x.device)
-    padded = min(tile.rows, max(8, triton.next_power_of_2(rows)))
-    span = triton.cdiv(triton.cdiv(inputs, tile.columns), tile.parts) * tile.columns
-    tile_kernel[triton.cdiv(outputs, tile.lines), tile.parts, triton.cdiv(rows, padded)](
-        x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), INPUTS=inputs, SPAN=span, ROWS=padded,
-        LINES=tile.lines, COLUMNS=tile.columns, BIAS=bias is not None, ACTIVATION=activation,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x), **FUSED,
-    )  # fmt: skip
-    return out
+    if rows and outputs:
+        padded = min(ROWS, max(8, triton.next_power_of_2(rows)))
+        span = triton.cdiv(triton.cdiv(inputs, tile.columns), tile.parts) * tile.columns
+        options = launch_options(x)
+        options["WAITS"] = min(options["WAITS"], 1)  # the next kernel's programs would take the room of this one's
+        tile_kernel[triton.cdiv(outputs, tile.lines), tile.parts, triton.cdiv(rows, padded)](
+            x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), INPUTS=inputs, SPAN=span,
+            ROWS=padded, LINES=tile.lines, COLUMNS=tile.columns, WHOLE=span * tile.parts == inputs,
+            BIAS=bias is not None, ACTIVATION=activation,
+            num_warps=tile.warps, num_stages=tile.stages, **options, **FUSED,
+        )  # fmt: skip
+    return out if tile.parts > 1 else out[0]

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from nanovllm.ops.kernels import kernels_run_on
 from nanovllm.ops.rms_norm import reference
+from nanovllm.ops.rms_norm.reference import whole
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm", "whole"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,10 +26,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``reference.add_rms_norm``."""
-    if kernels_run_on(x, residual, weight):
+    if kernels_run_on(residual, weight) and x.is_cuda and x.stride(-1) == 1:
         from nanovllm.ops.rms_norm import kernel
 
         if x.shape[-1] <= kernel.WIDEST:
             return kernel.add_rms_norm(x, residual, weight, eps)
-    total = x + residual
+    total = whole(x, residual.dtype) + residual
     return rms_norm(total, weight, eps), total

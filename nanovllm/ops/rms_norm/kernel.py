@@ -57,16 +57,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, add: bool) -> None:
-    parts, heads = (x.shape[0], 1) if add and x.dim() == 3 else (1, x.shape[1] if x.dim() == 3 else 1)
+    parts = x.shape[0] if add and x.dim() == 3 else 1
+    heads = x.shape[1] if not add and x.dim() == 3 else 1
     width = x.shape[-1]
-    rows = out.numel() // width if width else 0
+    rows = out.numel() // max(width, 1)
     if not rows:
         return
     block = triton.next_power_of_2(width)
     together = max(1, 1024 // block)  # heads are short: several of them keep a program's threads busy
-    token, head = (x.stride(1), 0) if parts > 1 or (add and x.dim() == 3) else (x.stride(0), x.stride(-2))
+    token = x.stride(-2) if add else x.stride(0)
     rms_norm_kernel[(triton.cdiv(rows, together),)](
-        x, residual, weight, out, total, rows, heads, width, token, head, x.stride(0), residual.stride(0), eps,
+        x, residual, weight, out, total, rows, heads, width, token, x.stride(-2), x.stride(0), residual.stride(0), eps,
         ADD=add, PARTS=parts, ROWS=together, BLOCK=block,
         num_warps=min(16, max(1, together * block // 256)),  # 8 numbers a thread: one load of 16 bytes
         **launch_options(x), **FUSED,

@@ -18,12 +18,17 @@ def rms_norm(
     return (wide * scale).to(x.dtype) * weight
 
 
+def whole(x: Float[Tensor, "*parts tokens width"], dtype: torch.dtype) -> Float[Tensor, "tokens width"]:
+    """Return the sum of the parts that a product may come in (``linear.reference.in_parts``)."""
+    return x if x.dim() == 2 else x.sum(0).to(dtype)
+
+
 def add_rms_norm(
-    x: Float[Tensor, "tokens width"],
+    x: Float[Tensor, "*parts tokens width"],
     residual: Float[Tensor, "tokens width"],
     weight: Float[Tensor, " width"],
     eps: float,
 ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
-    """Return (norm of the sum, the sum): what stands between two blocks of a decoder."""
-    total = x + residual
+    """Return (norm of the sum, the sum): what stands between two blocks of a decoder. ``x`` may come in parts."""
+    total = whole(x, residual.dtype) + residual
     return rms_norm(total, weight, eps), total

@@ -1,0 +1,134 @@
+"""The kernel for some tens of rows means what the reference says: whole, gated, and in parts that a norm adds."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.ops import overlap
+from nanovllm.ops.linear import few_rows, prepare, reference, tile_kernel
+from nanovllm.ops.linear.tile_kernel import Tile, choose, multiply
+from nanovllm.ops.rms_norm import add_rms_norm, whole
+from nanovllm.ops.rms_norm import kernel as norms
+from nanovllm.ops.rms_norm.reference import add_rms_norm as reference_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# results have unit size and are rounded once on each side; tl.dot of bfloat16 is wrong in Triton's interpreter
+TOLERANCE = {torch.float16: 2 * 2**-10}
+if DEVICE == "cuda":
+    TOLERANCE[torch.bfloat16] = 2 * 2**-7
+
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+SHAPES = [(17, 1024, 96), (33, 1000, 40), (64, 96, 200), (65, 300, 33), (130, 128, 70)]
+"""Rows, inputs, outputs: full tiles and every size that leaves a rest."""
+
+
+def draw(*shape, dtype, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def apart(rows, width, dtype):
+    """Rows that lie apart, with NaN between them: one that is read beyond its end shows."""
+    padded = torch.full((rows, width + 11), torch.nan, device=DEVICE, dtype=dtype)
+    padded[:, 3 : width + 3] = draw(rows, width, dtype=dtype)
+    return padded[:, 3 : width + 3]
+
+
+def near(out, expected, dtype):
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is not written is NaN."""
+    empty = torch.empty
+
+    def full_of_nan(*shape, **options):
+        return empty(*shape, **options).fill_(torch.nan)
+
+    monkeypatch.setattr(tile_kernel.torch, "empty", full_of_nan)
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+def test_a_product(rows, inputs, outputs, bias, dtype):
+    x, weight = apart(rows, inputs, dtype), draw(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+    bias = draw(outputs, dtype=dtype) if bias else None
+    exact = reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = multiply(x, weight, bias)
+    assert out.shape == (rows, outputs)
+    assert out.dtype is dtype
+    near(out, exact, dtype)
+    for tile in (Tile(32, 32, 1, 4, 2), Tile(16, 64, 3, 4, 2), Tile(64, 32, 8, 4, 2)):
+        parts = multiply(x, weight, bias, in_parts=True, tile=tile)
+        assert parts.shape == ((tile.parts, rows, outputs) if tile.parts > 1 else (rows, outputs))
+        assert parts.dtype is (torch.float32 if tile.parts > 1 else dtype)
+        near(whole(parts, dtype), exact, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate(activation, bias, dtype):
+    x, weight = apart(37, 300, dtype), draw(2 * 50, 300, dtype=dtype, scale=300**-0.5)
+    bias = draw(100, dtype=dtype) if bias else None
+    exact = reference.gated(x.double(), weight.double(), None if bias is None else bias.double(), activation)
+    for tile in (None, Tile(32, 64, 1, 4, 2)):
+        out = multiply(x, weight, bias, activation, tile=tile)
+        assert out.shape == (37, 50)
+        torch.testing.assert_close(out.double(), exact, rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
+
+
+@each_dtype
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_norm_adds_parts(parts, dtype):
+    x, residual, gain = torch.randn(parts, 19, 200, device=DEVICE), draw(19, 200, dtype=dtype), draw(200, dtype=dtype)
+    expected, total = reference_norm(x, residual, gain, 1e-6)
+    for out, added in (norms.add_rms_norm(x, residual, gain, 1e-6), add_rms_norm(x, residual, gain, 1e-6)):
+        assert out.dtype is added.dtype is dtype
+        torch.testing.assert_close(added, total, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+        torch.testing.assert_close(out, expected, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+
+
+def test_nothing_to_multiply():
+    weight = draw(64, 32, dtype=torch.float16)
+    assert multiply(draw(0, 32, dtype=torch.float16), weight, None).shape == (0, 64)
+
+
+@pytest.mark.parametrize("shape", [(1024, 2048), (1024, 3072), (4096, 1024), (7, 100), (4096, 4096)])
+def test_parts_are_whole_columns_and_only_where_asked(shape):
+    outputs, inputs = shape
+    for rows in (17, 64):
+        assert choose(rows, outputs, inputs, False, False).parts == 1
+        assert choose(rows, outputs, inputs, True, True).parts == 1
+        tile = choose(rows, outputs, inputs, False, True)
+        assert 1 <= tile.parts <= max(1, inputs // 256)
+        assert tile.parts == 1 or tile.parts * -(-outputs // 64) <= tile_kernel.ENOUGH
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65])
+def test_the_front_door_takes_it_between_its_limits(rows, level, monkeypatch):
+    monkeypatch.setattr(overlap, "OVERLAP", level)
+    weight = draw(256, 1024, dtype=torch.bfloat16, scale=1024**-0.5)
+    product = prepare(weight, None, torch.bfloat16)
+    x = draw(rows, 1024, dtype=torch.bfloat16)
+    between = few_rows.ROWS < rows <= few_rows.TILE_ROWS
+    parts = product.in_parts(x)
+    assert parts.dim() == (3 if between else 2)
+    exact = reference.linear(x.double(), weight.double())
+    near(whole(parts, torch.bfloat16), exact, torch.bfloat16)
+    near(product(x), exact, torch.bfloat16)
+    residual, gain = draw(rows, 256, dtype=torch.bfloat16), draw(256, dtype=torch.bfloat16)
+    behind = prepare(draw(512, 256, dtype=torch.bfloat16, scale=1 / 16), None, torch.bfloat16)
+    for one, two in (
+        (behind.after_norm(parts, residual, gain, 1e-6), behind.after_norm(product(x), residual, gain, 1e-6)),
+        (
+            behind.gated_after_norm(parts, residual, gain, 1e-6, "silu"),
+            behind.gated_after_norm(product(x), residual, gain, 1e-6, "silu"),
+        ),
+    ):
+        for got, expected in zip(one, two, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
