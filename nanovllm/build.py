@@ -37,6 +37,9 @@ CPU_CACHE_BYTES = 4 * 2**30
 CACHE_SCALES = "nanovllm.quantization:cache_scales"
 """What reads the scales of a float8 cache that some checkpoints have."""
 
+COMPILER = "nanovllm.compiled"
+"""The room that makes ``compile=True`` of a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -97,13 +100,14 @@ def build(config: EngineConfig) -> Built:
     facts = plan(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
     model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
+    if config.compile:
+        find(f"{COMPILER}:prepare")(model, facts.device, config)
     scales = None
     if config.load_format == "dummy":
         draw_weights(model, facts.device, facts.storage, config.seed, deterministic=facts.deterministic)
     else:
-        tensors = checkpoint.tensors()
         named = load_weights(
-            model, tensors, facts.device, facts.storage,
+            model, checkpoint.tensors(), facts.device, facts.storage,
             deterministic=facts.deterministic, progress=config.use_tqdm_on_load,
         )  # fmt: skip
         scales = find(CACHE_SCALES)(named, facts.model, facts.cache_dtype) if named else None
@@ -140,7 +144,7 @@ def build(config: EngineConfig) -> Built:
 
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         cache,
         facts.backend,
@@ -150,6 +154,9 @@ def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, re
         record_ahead=record_ahead,
         deterministic=facts.deterministic,
     )
+    if config.compile:  # now, for graphs are recorded in the first step
+        find(f"{COMPILER}:warm_up")(runner)
+    return runner
 
 
 def working_bytes(config: EngineConfig, facts: Plan, model: Any) -> int:
