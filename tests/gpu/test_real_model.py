@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.hub.builtin import BUILT_IN, cache_folder
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "real_model.py"
 
