@@ -89,7 +89,9 @@ def make_pair(family: str, folder: Path) -> SimpleNamespace:
     transformers.logging.disable_progress_bar()
     name, changes = FAMILIES[family]
     torch.manual_seed(list(FAMILIES).index(family))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SHAPE, **changes)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**SHAPE, **changes), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path or path.endswith("bias"):
