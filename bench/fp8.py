@@ -81,7 +81,7 @@ def compare(
     return {
         "mean": statistics.mean(apart), "max": max(apart), "compared": len(apart), "not_among_the_best": lost,
         "same_best": statistics.mean(same), "equal_outputs": sum(a == b for a, b in pairs), "outputs": len(pairs),
-        "tokens_until_they_part": statistics.mean(alike),
+        "tokens_alike": statistics.mean(alike),
     }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def main() -> int:
     for name, figures in found.items():
         print(f"{name:28s} mean {figures['mean']:.4f}  max {figures['max']:.3f}  same best token "
               f"{figures['same_best']:.1%}  {figures['equal_outputs']} of {figures['outputs']} greedy outputs equal, "
-              f"the others part after {figures['tokens_until_they_part']:.0f} tokens")  # fmt: skip
+              f"alike for {figures['tokens_alike']:.0f} tokens on average")  # fmt: skip
     print(json.dumps({"bench": "fp8", "model": args.model, "prompts": len(prompts), "figures": found}))
     return 0
 

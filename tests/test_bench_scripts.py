@@ -56,7 +56,7 @@ def test_runs_are_compared_where_both_know_the_token(fp8, tmp_path):
     again, rounded = found["again against exact"], found["rounded against exact"]
     assert again["compared"] == 2 * 6 * fp8.BEST and again["not_among_the_best"] == 0
     assert again["max"] < 1e-5 and again["same_best"] == 1 and again["equal_outputs"] == again["outputs"] == 2
-    assert again["tokens_until_they_part"] == 6
+    assert again["tokens_alike"] == 6
     assert rounded["max"] > 1e-5 and rounded["compared"] + rounded["not_among_the_best"] == again["compared"]
 
 
@@ -65,7 +65,7 @@ def test_places_and_outputs_that_differ_are_counted(fp8):
     found = fp8.compare({"a": [[1, 3], [7]], "b": [[1, 4], [7]]}, scores, "b", "a")
     assert found == {
         "mean": (0.25 + 0.25 + 2.5) / 3, "max": 2.5, "compared": 3, "not_among_the_best": 1, "same_best": 0.5,
-        "equal_outputs": 1, "outputs": 2, "tokens_until_they_part": 1.0,
+        "equal_outputs": 1, "outputs": 2, "tokens_alike": 1.0,
     }  # fmt: skip
 
 

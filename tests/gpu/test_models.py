@@ -24,6 +24,8 @@ from nanovllm.scheduler import SchedulerOutput, Span
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.filterwarnings("default")  # transformers has warnings of its own, others in each version
+
 SHAPE = dict(
     vocab_size=1009, intermediate_size=640, num_hidden_layers=4, max_position_embeddings=1024, initializer_range=0.05,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -191,12 +193,12 @@ def check_gaps(found: Found, most: float) -> None:
 
 
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-EAGER = pytest.param("eager", marks=pytest.mark.gpu)
-"""Without graphs; a CPU never has any."""
+EAGER, SMALL_BLOCKS = (pytest.param(way, marks=pytest.mark.gpu) for way in ("eager", "small blocks"))
+"""A CPU has no graphs to do without, and tests/models cuts its blocks."""
 
 
 @each_dtype
-@pytest.mark.parametrize("way", ["plain", "chunks", "small blocks", EAGER])
+@pytest.mark.parametrize("way", ["plain", "chunks", SMALL_BLOCKS, EAGER])
 def test_log_probabilities_are_those_of_transformers(pair: SimpleNamespace, device: str, dtype: str, way: str) -> None:
     """Alone and together, with log-probabilities and without: on a GPU these have graphs of their own."""
     prompts = draw_prompts(*LENGTHS)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -64,6 +65,9 @@ def test_answers_are_the_same_and_nothing_is_compiled_in_a_step(folder):
         assert len(layers) == 12 and all(isinstance(layer._product, CompiledProduct) for layer in layers)
         with torch.compiler.set_stance("fail_on_recompile"):
             found, compiled_logprobs = answers(llm)
+        weights = [weakref.ref(layer._product._weight) for layer in layers]
+        del layers
+    assert not any(weight() is not None for weight in weights), "what is compiled keeps the weights of a closed engine"
     assert found == tokens
     torch.testing.assert_close(compiled_logprobs, logprobs, rtol=0, atol=1e-4)
 
