@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams, compiled
+from nanovllm.cli.gate import gate
 from nanovllm.compiled import CompiledProduct, Functions, surrounded
 from nanovllm.config import ModelConfig
 from nanovllm.errors import ConfigError
@@ -92,6 +93,12 @@ def test_compiled_parts_are_recorded_in_graphs(folder, dtype):
     assert compiled_logprobs.isfinite().all()
     del llm
     assert torch.cuda.memory_allocated() <= before, "memory is not given back"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_gate_of_the_bench_compares_it_with_our_own_kernels():
+    assert gate({"compile": True})[2:] == ["graphs on = graphs off"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
