@@ -29,14 +29,28 @@ lint: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# On a machine with a GPU, with the Python there that has a torch with CUDA (and, for the tests, pytest and what
-# tests/conftest.py imports): nothing is installed, nothing but what is measured is left behind.
+# On a machine with a GPU, with the Python there that has a torch with CUDA, what nanovllm imports and, for the tests,
+# pytest: nothing is installed, nothing but what is measured is left behind. pytest-timeout, beartype and hypothesis are
+# not needed. Tests mostly wait for kernels to be compiled, so each file is a process, GPU_JOBS at a time (give each
+# about 20 GB of the GPU); those marked "alone" want all of its memory and come last. If any fails, make fails.
 GPU_PYTHON ?= python3
+GPU_JOBS ?= 6
 GPU_RUN = PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON)
+GPU_PYTEST = $(GPU_RUN) -m pytest -q -rfEs -p no:cacheprovider -o addopts="--strict-markers --import-mode=importlib" \
+    -W ignore::pytest.PytestConfigWarning
+GPU_FILES = grep -rl --include="test_*.py" "mark\.gpu" tests | grep -v "^tests/ops/" | sort
+# The output of a process in one piece; status 5 says that none of a file's tests was asked for.
+GPU_EACH = xargs -P $(GPU_JOBS) -I FILE sh -c 'out=$$($(GPU_PYTEST) $(1) FILE 2>&1); status=$$?; \
+    echo "== FILE"; echo "$$out"; test $$status = 0 -o $$status = 5'
 
 gpu-test: gpu-python
-	$(GPU_RUN) -m pytest -q -p no:cacheprovider -m gpu
-	$(GPU_RUN) -m pytest -q -p no:cacheprovider -m "not gpu" tests/ops
+	@$(GPU_RUN) -c 'import pytest' || { echo "$(GPU_PYTHON) has no pytest: $(GPU_PYTHON) -m pip install pytest" >&2; exit 1; }
+	@failed=0; \
+	ls tests/ops/test_*.py | $(call GPU_EACH,) || failed=1; \
+	$(GPU_FILES) | $(call GPU_EACH,-m "gpu and not alone") || failed=1; \
+	echo "== alone"; $(GPU_PYTEST) -m "gpu and alone" \
+	    $$(grep -rl --include="test_*.py" "mark\.alone" tests) || failed=1; \
+	if [ $$failed = 1 ]; then echo "gpu-test: some failed" >&2; fi; exit $$failed
 
 # BENCH_ARGS="--rows main" times one row; the gate is always first, and the last line is JSON.
 gpu-bench: gpu-python
@@ -46,6 +60,8 @@ gpu-python:
 	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || { \
 	    echo "$(GPU_PYTHON) has no torch that sees a CUDA device; name one that does: make ... GPU_PYTHON=/path/to/python" >&2; \
 	    exit 1; }
+	@$(GPU_RUN) -c 'import nanovllm.llm' || { \
+	    echo "$(GPU_PYTHON) lacks what nanovllm imports; pyproject.toml lists it under dependencies" >&2; exit 1; }
 
 # The stamps are written last: an installation that was interrupted is simply done again.
 $(VENV)/.created:

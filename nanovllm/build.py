@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.checkpoint import Checkpoint, find, open_checkpoint
 from nanovllm.config import DTYPES, EngineConfig, ModelConfig, token_ids
 from nanovllm.engine import Limits, LLMEngine
 from nanovllm.errors import CheckpointError, ConfigError
@@ -33,6 +33,12 @@ step keeps decodes moving."""
 
 CPU_CACHE_BYTES = 4 * 2**30
 """Most that the cache takes on a CPU unless told otherwise; pages are mapped only when they are first written."""
+
+CACHE_SCALES = "nanovllm.quantization:cache_scales"
+"""What reads the scales of a float8 cache that some checkpoints have."""
+
+COMPILER = "nanovllm.compiled"
+"""The room that makes ``compile=True`` of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +100,21 @@ def build(config: EngineConfig) -> Built:
     facts = plan(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
     model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
+    if config.compile:
+        find(f"{COMPILER}:prepare")(model, facts.device, config)
+    scales = None
     if config.load_format == "dummy":
         draw_weights(model, facts.device, facts.storage, config.seed, deterministic=facts.deterministic)
     else:
-        tensors = checkpoint.tensors()
-        load_weights(
-            model, tensors, facts.device, facts.storage,
+        named = load_weights(
+            model, checkpoint.tensors(), facts.device, facts.storage,
             deterministic=facts.deterministic, progress=config.use_tqdm_on_load,
         )  # fmt: skip
+        scales = find(CACHE_SCALES)(named, facts.model, facts.cache_dtype) if named else None
     measured = facts.device.type == "cuda" and config.num_gpu_blocks_override is config.kv_cache_memory_bytes is None
     working = working_bytes(config, facts, model) if measured else None
     num_blocks = cache_blocks(config, facts, working=working)
-    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.cache_dtype, facts.device)
+    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.cache_dtype, facts.device, scales)
     logger.info(
         "%s in %s on %s: %d blocks of %d tokens, attention by %s",
         facts.model.architecture, facts.dtype, facts.device, num_blocks, facts.block_size, facts.backend.__name__,
@@ -137,7 +146,7 @@ def build(config: EngineConfig) -> Built:
 
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
-    return ModelRunner(
+    runner = ModelRunner(
         model,
         cache,
         facts.backend,
@@ -147,6 +156,9 @@ def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, re
         record_ahead=record_ahead,
         deterministic=facts.deterministic,
     )
+    if config.compile:  # now, for graphs are recorded in the first step
+        find(f"{COMPILER}:warm_up")(runner)
+    return runner
 
 
 def working_bytes(config: EngineConfig, facts: Plan, model: Any) -> int:

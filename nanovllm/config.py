@@ -37,7 +37,7 @@ LEAST = dict.fromkeys(
     ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
      "block_size"), 1
 ) | {"max_logprobs": -1}  # fmt: skip
-NOT_YET = {"tensor_parallel_size": 1, "compile": False, "quantization": None}
+NOT_YET = {"tensor_parallel_size": 1, "quantization": None}
 """Options that are known but not built: any value but this one is refused, not ignored."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -91,6 +91,8 @@ class EngineConfig:
     """On a GPU, a request's log-probabilities are the same bits alone and in any company, which costs speed. Otherwise
     they may differ in the last bits, for kernels are chosen by the size of a step. Changes nothing on a CPU."""
     compile: bool = False
+    """Let ``torch.compile`` make what stands around the products of matrices, in place of our own kernels. The engine
+    takes longer to start. Needs a C++ compiler on a CPU; contradicts ``enforce_eager`` and ``deterministic``."""
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     """A name from ``nanovllm.ops.attention.BACKENDS``, or "auto"."""

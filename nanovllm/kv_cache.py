@@ -31,20 +31,22 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> "KVCache":
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        scales: Float[Tensor, "layers 2 kv_heads"] | None = None,
+    ) -> "KVCache":  # fmt: skip
         """Allocate zeros, so that a place which is masked out adds 0 * 0 and never 0 * NaN.
+
+        ``scales`` belong to float8; None: all are 1.
 
         On a CPU the memory comes from calloc, whose pages are mapped when they are first written: a cache of
         gigabytes costs nothing until it is used. ``torch.zeros`` writes every page.
         """
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        if dtype is torch.float8_e4m3fn:  # without scales: those of trained models stay far below its largest, 448
+            scales = (torch.ones(config.num_layers, 2, config.num_kv_heads) if scales is None else scales).to(device)
         if device.type == "cpu":
             memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-            return cls(torch.from_numpy(memory).view(dtype).view(shape))
-        scales = None
-        if dtype is torch.float8_e4m3fn:  # keys and values of trained models stay far below its largest number, 448
-            scales = torch.ones(config.num_layers, 2, config.num_kv_heads, device=device)
+            return cls(torch.from_numpy(memory).view(dtype).view(shape), scales)
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
 
     @property

@@ -21,6 +21,9 @@ from nanovllm.models import find_model
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Buffers that old checkpoints carry and that are computed here."""
 
+CACHE_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Ends of names that are no parameters but numbers for a cache of float8; ``cache_scales`` in a room reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -65,8 +68,8 @@ def load_weights(
     *,
     deterministic: bool = False,
     progress: bool = False,
-) -> None:
-    """Write a checkpoint's tensors into a model from ``build_model`` and make it ready to run.
+) -> dict[str, Tensor]:
+    """Write a checkpoint's tensors into a model from ``build_model`` and make it ready to run; return CACHE_SCALES.
 
     For ``storage`` and ``deterministic`` see ``ops.linear.prepare``. Raises CheckpointError for a name that
     the model does not have, a shape that differs, a tensor given twice, and names that are missing at the end.
@@ -75,9 +78,13 @@ def load_weights(
     missing = dict.fromkeys(places)
     parts = Counter(place.module for place in places.values())
     tied = "lm_head.weight" not in places
+    scales: dict[str, Tensor] = {}
     with tqdm(total=len(places), desc="Loading weights", unit=" tensors", disable=not progress, leave=False) as bar:
         for name, tensor in tensors:
             if name.endswith(IGNORED_SUFFIXES) or (tied and name == "lm_head.weight"):
+                continue
+            if name.endswith(CACHE_SCALES):
+                scales[name] = tensor
                 continue
             place = _place(name, tensor, places, missing)
             place.memory(device).copy_(tensor)
@@ -92,6 +99,7 @@ def load_weights(
             f"the checkpoint lacks {len(missing)} of {len(places)} tensors: {some}. Fetch the missing files."
         )
     _prepare_tied(model, storage, deterministic)
+    return scales
 
 
 def draw_weights(

@@ -18,20 +18,29 @@ if importlib.util.find_spec("torch"):
 
 from jaxtyping import install_import_hook
 
-# Shapes in signatures are checked wherever tensors cross a file; kernels have types of their own.
-install_import_hook(
-    [f"nanovllm.{part}" for part in ("batch", "kv_cache", "sampler", "layers", "models")]
-    + [f"nanovllm.ops.{op}.reference" for op in ("activation", "attention", "linear", "rms_norm", "rotary", "sample")]
-    + [f"nanovllm.ops.{op}.reference" for op in ("store_kvcache", "rotate_and_store", "take_tokens")],
-    "beartype.beartype",
-)
+SHAPES_ARE_CHECKED = importlib.util.find_spec("beartype") is not None
+if SHAPES_ARE_CHECKED:  # wherever tensors cross a file; kernels have types of their own
+    install_import_hook(
+        [f"nanovllm.{part}" for part in ("batch", "kv_cache", "sampler", "layers", "models")]
+        + [
+            f"nanovllm.ops.{op}.reference"
+            for op in ("activation", "attention", "linear", "rms_norm", "rotary", "sample")
+        ]
+        + [f"nanovllm.ops.{op}.reference" for op in ("store_kvcache", "rotate_and_store", "take_tokens")],
+        "beartype.beartype",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not SHAPES_ARE_CHECKED:
+        terminalreporter.write_line("beartype is not installed: shapes in signatures were not checked")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # not ``keywords``: a folder's name is among them
                 item.add_marker(skip)
 
 

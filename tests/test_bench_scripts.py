@@ -1,6 +1,7 @@
 """Scripts that need a device cannot run everywhere, but what they are built from must be there."""
 
 import importlib.util
+import json
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,49 @@ def test_every_script_finds_what_it_names(name, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     module = load(name)
     assert module.__doc__
+
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def fp8(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    return load("fp8")
+
+
+def test_runs_are_compared_where_both_know_the_token(fp8, tmp_path):
+    """Three engines, of which the second computes as the first: no error there, and one in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    options = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"}
+    runs = {"exact": {}, "again": {"block_size": 4, "max_num_batched_tokens": 8}, "rounded": {"dtype": "bfloat16"}}
+    found = fp8.measure(str(tmp_path), [[1, 2, 3], [5] * 20], 6, options, runs)
+    assert list(found) == ["again against exact", "rounded against exact", "rounded against again"]
+    again, rounded = found["again against exact"], found["rounded against exact"]
+    assert again["compared"] == 2 * 6 * fp8.BEST and again["not_among_the_best"] == 0
+    assert again["max"] < 1e-5 and again["same_best"] == 1 and again["equal_outputs"] == again["outputs"] == 2
+    assert again["tokens_alike"] == 6
+    assert rounded["max"] > 1e-5 and rounded["compared"] + rounded["not_among_the_best"] == again["compared"]
+
+
+def test_places_and_outputs_that_differ_are_counted(fp8):
+    scores = {"a": [{1: -1.0, 2: -2.0}, {3: -0.5, 4: -3.0}], "b": [{1: -1.25, 5: -1.5}, {4: -0.5, 3: -0.75}]}
+    found = fp8.compare({"a": [[1, 3], [7]], "b": [[1, 4], [7]]}, scores, "b", "a")
+    assert found == {
+        "mean": (0.25 + 0.25 + 2.5) / 3, "max": 2.5, "compared": 3, "not_among_the_best": 1, "same_best": 0.5,
+        "equal_outputs": 1, "outputs": 2, "tokens_alike": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a cache of float8 here")
+def test_where_there_is_no_such_cache_the_script_says_what_is_needed(fp8, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    monkeypatch.setattr(sys, "argv", ["fp8.py", str(tmp_path)])
+    assert fp8.main() == 2
+    assert "kv_cache_dtype is 'fp8'; it must be 'auto' here" in capsys.readouterr().err
 
 
 def test_the_median_leaves_the_first_replays_out(monkeypatch):

@@ -44,7 +44,7 @@ def panel(title: str, left: float, sizes: list[float], curves: dict[str, Points]
     made = [f'<text x="{left}" y="{TOP - 16}" font-weight="bold">{escape(title)}</text>']
     for mark in marks:
         made.append(f'<path d="M{left} {y(mark):.1f}h{PLOT_WIDTH}" stroke="{GRID}"/>')
-        made.append(f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,g}</text>')
+        made.append(f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,.9g}</text>')
     for size in sizes:
         made.append(f'<path d="M{x(size):.1f} {TOP}v{PLOT_HEIGHT}" stroke="{GRID}"/>')
         made.append(f'<text x="{x(size):.1f}" y="{TOP + PLOT_HEIGHT + 18}" text-anchor="middle">{size:g}</text>')
@@ -59,9 +59,10 @@ def panel(title: str, left: float, sizes: list[float], curves: dict[str, Points]
 
 def draw(found: dict) -> str:
     """Return the SVG of what ``nanovllm bench --sweep`` found."""
-    rows = sorted(found["sweep"], key=lambda row: row["batch_size"])
+    rows = sorted(found.get("sweep", ()), key=lambda row: row["batch_size"])
     if not rows:
-        raise ValueError("the sweep is empty: there is nothing to draw")
+        failed = f" Rows failed: {found['errors']}." if found.get("errors") else ""
+        raise ValueError(f"there is no point to draw; run nanovllm bench with --sweep.{failed}")
     sizes = [row["batch_size"] for row in rows]
     speed = {
         MEASURED: [(row["batch_size"], row["tokens_per_second"]) for row in rows],
@@ -89,8 +90,12 @@ def main() -> None:
     """Read the file that the first argument names and write the one that the second names."""
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").strip().splitlines()
-    Path(sys.argv[2]).write_text(draw(json.loads(lines[-1])), encoding="utf-8")
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").strip().splitlines() or [""]
+    try:
+        drawn = draw(json.loads(lines[-1]))
+    except ValueError as error:  # no JSON, or nothing in it
+        sys.exit(f"{sys.argv[1]}: {error}")
+    Path(sys.argv[2]).write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ and hold them in a narrower type, so the parameters themselves are gone afterwar
 option, see ``ops.linear.prepare``.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
@@ -17,6 +19,9 @@ from nanovllm.ops.linear import Product, prepare
 class Linear(nn.Module):
     """x weight^T + bias."""
 
+    make_product: Callable[..., Product] = staticmethod(prepare)
+    """What takes the weight; a room may put its own into the layers of a model."""
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = _parameter(outputs, inputs)
@@ -27,7 +32,7 @@ class Linear(nn.Module):
         """Take the weight in the form that the device likes best."""
         assert self.weight is not None, "prepare() is called once"
         bias = None if self.bias is None else self.bias.data
-        self._product = prepare(self.weight.data, bias, storage, deterministic=deterministic)
+        self._product = self.make_product(self.weight.data, bias, storage, deterministic=deterministic)
         self.weight = self.bias = None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:

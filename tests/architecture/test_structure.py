@@ -26,8 +26,8 @@ CORE = [
 NO_TORCH = CORE[: CORE.index("engine") + 1]
 
 ROOMS = [
-    "gguf", "hub", "cli",
-    "parallel", "quantization", "metrics", "trace", "server", "batch_files", "ray", "speculative", "structured",
+    "gguf", "hub", "cli", "compiled", "quantization",
+    "parallel", "metrics", "trace", "server", "batch_files", "ray", "speculative", "structured",
 ]  # fmt: skip
 """Folders that could be deleted; those of the second line are to come."""
 

@@ -73,6 +73,7 @@ def test_memory_comes_back(folder: Path) -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
+@pytest.mark.alone
 def test_a_second_engine_has_the_room_of_the_first(folder: Path) -> None:
     sizes = []
     for _ in range(2):

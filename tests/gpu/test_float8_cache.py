@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import ModelConfig
+from nanovllm.loader import build_model, parameter_places
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,3 +64,34 @@ def test_the_same_memory_holds_twice_the_blocks(folder: Path) -> None:
         ) as llm:
             numbers.append(llm.llm_engine.scheduler.blocks.num_blocks)
     assert numbers == [40, 80]
+
+
+def test_scales_of_the_checkpoint_make_room_for_large_values(tmp_path: Path) -> None:
+    """Values of thousands, which float8 cuts to 448 unless they are divided by their scale."""
+    config = CONFIG | {"torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build_model(ModelConfig.from_dict(config), 8, torch.float32, torch.device("cpu"))
+    tensors = {}
+    for name, place in parameter_places(model).items():
+        factor = {"v_proj": 1000.0, "o_proj": 0.001}.get(name.split(".")[-2], 1.0)
+        tensors[name] = torch.randn(place.shape) * 0.08 * factor + ("norm" in name)
+    prompts = [torch.randint(0, 1009, (size,)).tolist() for size in (1, 7, 63, 64, 65, 200, 311)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
+
+    def best(cache: str, scale: float | None) -> list[dict[int, float]]:
+        given = {} if scale is None else {f"model.layers.{n}.self_attn.v_scale": torch.tensor(scale) for n in range(3)}
+        save_file(tensors | given, tmp_path / "model.safetensors")
+        with LLM(tmp_path, dtype="bfloat16", kv_cache_dtype=cache, skip_tokenizer_init=True,
+                 num_gpu_blocks_override=64, enable_prefix_caching=False, enforce_eager=True) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
+
+    exact, scaled, cut = best("auto", 16.0), best("fp8", 16.0), best("fp8", None)
+    tokens = [next(iter(each)) for each in exact]
+
+    def error(found: list[dict[int, float]]) -> float:
+        """Of the likeliest tokens; one that is not even among 20 counts as one of no probability."""
+        pairs = zip(tokens, exact, found, strict=True)
+        return sum(abs(one[token] - other.get(token, -20.0)) for token, one, other in pairs) / len(tokens)
+
+    assert error(scaled) < 0.3 and error(cut) > 1

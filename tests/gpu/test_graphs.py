@@ -98,6 +98,7 @@ def test_a_prefix_in_common_is_read_once_in_graphs_too(folder):
         assert any(not key.cuts.shared for key in graphs._recorded)
 
 
+@pytest.mark.alone
 def test_the_memory_a_step_takes_is_set_aside(folder):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -51,7 +51,7 @@ REFUSED = [
     *(("generation_config", value) for value in ("none", None)),
     ("tensor_parallel_size", 2),
     ("tensor_parallel_size", 0),
-    ("compile", True),
+    ("compile", 1),
     ("quantization", "awq"),
 ]
 
@@ -90,7 +90,7 @@ def test_a_wrong_type_is_refused(name, value):
         ({"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}),
         ({"scheduling_policy": "priority"}, {"scheduling_policy": "priority"}),
         *(({"kv_cache_dtype": name}, {"kv_cache_dtype": name}) for name in ("auto", "fp8", "fp8_e4m3")),
-        ({"compile": False, "tensor_parallel_size": 1, "quantization": None}, {"compile": False}),
+        ({"compile": True, "tensor_parallel_size": 1, "quantization": None}, {"compile": True}),
     ],
     ids=str,
 )
