@@ -231,11 +231,12 @@ class LLMEngine:
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = [self._decoded(entry) for entry in request.logprobs[request.num_sent_tokens :]]
+            request.sent_logprob += sum(next(iter(entry.values())).logprob for entry in logprobs)  # the drawn one's
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=tokens,
-            cumulative_logprob=_total(request) if logprobs is not None else None,
+            cumulative_logprob=request.sent_logprob if logprobs is not None else None,
             logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -263,11 +264,6 @@ def derive_seed(seed: int, arrival: int) -> int:
     mixed = (seed * 0x9E3779B97F4A7C15 + arrival + 1) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64
     return (mixed ^ (mixed >> 29)) % 2**63
-
-
-def _total(request: Request) -> float:
-    """Sum the log-probabilities of the drawn tokens; the drawn one is the first of each dict."""
-    return sum(next(iter(entry.values())).logprob for entry in request.logprobs)
 
 
 def _refuse(name: str, value: object, rule: str) -> None:

@@ -143,27 +143,36 @@ class LLM:
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
         ``chat_template_kwargs``.
         """
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        prompts = [self._render(conversation, template) for conversation in conversations]
-        requests = self._add(prompts, sampling_params, priority, stream=False)
+        requests = self._add(self._render_all(messages, template), sampling_params, priority, stream=False)
         return self._finish(requests, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield each prompt's new text and tokens after every step, until all have finished.
 
-        ``request_id`` tells the prompts apart: it is the prompt's place in the list. Work begins, and errors are
-        raised, when the first piece is asked for; closing the iterator aborts what has not finished.
+        A piece holds only what is new: its texts joined are the text that ``generate`` gives, however characters and
+        stop strings are cut into tokens. Text that may still become a stop string, or a character, comes later.
+        ``request_id`` tells the prompts apart: it is the prompt's place in the list. The last piece of each prompt,
+        and no other, is ``finished``. Work begins, and errors are raised, when the first piece is asked for; closing
+        the iterator, or leaving its loop, aborts what has not finished. Cost of a piece: constant.
         """
-        return self._stream(as_list(prompts), sampling_params)
+        return self._stream(as_list(prompts), sampling_params, priority)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        **template: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Answer one conversation as ``stream`` does."""
-        return self._stream([self._render(messages, template)], sampling_params)
+        """Answer one conversation or many, as ``chat`` does, in pieces, as ``stream`` does."""
+        return self._stream(self._render_all(messages, template), sampling_params, priority)
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
@@ -182,6 +191,13 @@ class LLM:
         if self._built is None:
             raise EngineError("this LLM has been closed; make a new one.")
         return self._built
+
+    def _render_all(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], options: Mapping[str, Any]
+    ) -> list[TokensPrompt]:
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        return [self._render(conversation, options) for conversation in conversations]
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> TokensPrompt:
         """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
@@ -258,9 +274,11 @@ class LLM:
             self._abort(requests)
         return [finished[request.request_id] for request in requests]
 
-    def _stream(self, prompts: Sequence[Prompt], params: Params) -> Generator[RequestOutput, None, None]:
+    def _stream(
+        self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None
+    ) -> Generator[RequestOutput, None, None]:
         """Queue the prompts when the first piece is asked for, so that an iterator never begun leaves nothing."""
-        requests = self._add(prompts, params, None, stream=True)
+        requests = self._add(prompts, params, priority, stream=True)
         places = {request.request_id: str(place) for place, request in enumerate(requests)}
         mail = deque[RequestOutput]()
         self._mail |= dict.fromkeys(places, mail)
