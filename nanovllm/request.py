@@ -51,6 +51,8 @@ class Request:
     """
 
     request_id: str
+    index: int = 0
+    """Which sample of its prompt: with ``n > 1`` as many requests share a ``request_id``."""
     prompt: str | None = None
     prompt_token_ids: list[int]
     params: SamplingParams

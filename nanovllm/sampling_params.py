@@ -13,7 +13,6 @@ GREEDY_BELOW = 1e-5
 MAX_SEED = 2**63 - 1
 
 NOT_YET: dict[str, object] = {
-    "n": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -39,6 +38,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    """Samples of each prompt, which is computed once; needs a temperature."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -87,9 +87,12 @@ class SamplingParams:
         for name, default in NOT_YET.items():
             if getattr(self, name) != default:
                 _refuse(name, getattr(self, name), f"is not supported yet; leave it at {default!r}")
+        _integer("n", self.n, 1, 16_384)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_BELOW <= self.temperature < 0.01:
             self.temperature = 0.01  # smaller ones overflow float16 logits; vLLM does the same
+        if self.greedy and self.n > 1:
+            _refuse("n", self.n, "must be 1 with temperature=0, where all samples would be the same")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             _refuse("top_p", self.top_p, "must be in (0, 1]; use temperature=0 for the most likely token")

@@ -4,6 +4,7 @@ The runner draws tokens that the test has prepared, so each text, each cut and e
 """
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -82,7 +83,7 @@ def cases(draw):
     for text in draw(st.lists(texts, min_size=1, max_size=3)):
         data, script = text.encode(), []
         edges = sorted({0, len(data), *draw(st.lists(st.integers(0, len(data)), max_size=20))})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             if draw(st.integers(0, 7)) == 0:
                 script.append(len(pieces))
                 pieces.append(draw(st.sampled_from([None, b"\xff", b""])))
@@ -108,7 +109,8 @@ def test_pieces_of_a_stream_joined_are_what_comes_without_one(case, include, ski
     blocks = 9 if tight else 64
     together = dict(lookahead=lookahead, blocks=blocks)
     whole = [outputs for (outputs,) in serve(engine_of(scripts, pieces, blocks=blocks), scripts, params, stream=False)]
-    for output, parts in zip(whole, serve(engine_of(scripts, pieces, **together), scripts, params, stream=True)):
+    streamed = serve(engine_of(scripts, pieces, **together), scripts, params, stream=True)
+    for output, parts in zip(whole, streamed, strict=True):
         expected, last = output.outputs[0], parts[-1].outputs[0]
         assert "".join(part.text for part in parts) == expected.text
         assert [token for part in parts for token in part.token_ids] == expected.token_ids
