@@ -143,7 +143,7 @@ class LLM:
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
         ``chat_template_kwargs``.
         """
-        requests = self._add(self._render_all(messages, template), sampling_params, priority, stream=False)
+        requests = self._add(self._conversations(messages, template), sampling_params, priority, stream=False)
         return self._finish(requests, use_tqdm)
 
     def stream(
@@ -172,7 +172,25 @@ class LLM:
         **template: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation or many, as ``chat`` does, in pieces, as ``stream`` does."""
-        return self._stream(self._render_all(messages, template), sampling_params, priority)
+        return self._stream(self._conversations(messages, template), sampling_params, priority)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
+        """Return (text, token ids, cache salt) of a prompt. Any thread may ask."""
+        return self._encode([prompt])[0]
+
+    def render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+        """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
+        variables = options.pop("chat_template_kwargs", None) or {}
+        unknown = set(options) - {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+        if unknown:
+            name = sorted(unknown)[0]
+            raise RequestError(
+                f"chat has no option {name!r}; a template's own variables go into chat_template_kwargs.",
+                parameter=name,
+            )
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **options, **variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
@@ -192,27 +210,12 @@ class LLM:
             raise EngineError("this LLM has been closed; make a new one.")
         return self._built
 
-    def _render_all(
+    def _conversations(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], options: Mapping[str, Any]
     ) -> list[TokensPrompt]:
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        return [self._render(conversation, options) for conversation in conversations]
-
-    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> TokensPrompt:
-        """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
-        options = dict(options)
-        variables = options.pop("chat_template_kwargs", None) or {}
-        unknown = set(options) - {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
-        if unknown:
-            name = sorted(unknown)[0]
-            raise RequestError(
-                f"chat has no option {name!r}; a template's own variables go into chat_template_kwargs.",
-                parameter=name,
-            )
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, **options, **variables)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return [self.render(conversation, **options) for conversation in conversations]
 
     def _add(
         self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None, *, stream: bool

@@ -3,9 +3,22 @@
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, NoReturn
 
 from nanovllm.errors import RequestError, unknown_option
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request holds, where it has several."""
+
+    CUMULATIVE = 0
+    """All that there is so far."""
+    DELTA = 1
+    """What is new since the one before."""
+    FINAL_ONLY = 2
+    """There is one, at the end."""
+
 
 GREEDY_BELOW = 1e-5
 """A temperature under this means greedy decoding, as in vLLM."""
@@ -70,6 +83,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """For ``AsyncLLM``. ``LLM.generate`` gives FINAL_ONLY and ``LLM.stream`` DELTA, whatever is said here."""
     structured_outputs: Any = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -110,6 +125,8 @@ class SamplingParams:
             self.logprobs = 1
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            _refuse("output_kind", self.output_kind, "must be a RequestOutputKind")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")

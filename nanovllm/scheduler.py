@@ -68,7 +68,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.held: dict[Request, Sequence[Request]] = {}
-        """Samples that wait, in no queue, until their first one has put the prompt into the prefix cache."""
+        """Samples in no queue yet: until their first one has put the prompt into the prefix cache, or has ended."""
         self.num_preemptions = 0
         self._by_priority = policy == "priority"
         self._share_outputs = share_outputs
@@ -182,14 +182,10 @@ class Scheduler:
         """Queue the samples held for a request that has ended, or whose prompt they can find now."""
         if request in self.held and (request.is_finished or self.blocks.knows_prompt(request)):
             for sample in self.held.pop(request):
-                if not sample.is_finished:
-                    insort(self.waiting, sample, key=self._order)
+                insort(self.waiting, sample, key=self._order)
 
     def _end(self, request: Request, reason: str) -> Request:
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-        elif request in self.waiting:  # a held one is in no queue
-            self.waiting.remove(request)
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self.blocks.free(request)
         request.status = Status.FINISHED
         self._release(request)

@@ -94,7 +94,9 @@ def test_imports_point_downwards(path):
     here = part_of(path)
     used = set(our_parts(tree_of(path))) - {here}
     if here == "nanovllm":
-        assert not used & set(ROOMS)
+        assert not used & set(ROOMS) - {"async_llm", "beam_search"}, (
+            "the public rooms alone have a name at the front door"
+        )
     elif here == "cli":
         assert not used & set(ROOMS), "rooms do not know each other"
     elif here == "ops":

@@ -208,9 +208,9 @@ MUTANTS = [
     ),
     Mutant(
         "an aborted request stays in its queue", scheduler,
-        "if request.status is Status.RUNNING:\n            self.running.remove(request)",
-        "if request.status is Status.RUNNING:\n            reason == 'abort' or self.running.remove(request)",
-        WORKLOADS,
+        "(self.running if request.status is Status.RUNNING else self.waiting).remove(request)",
+        "if reason != 'abort':\n            (self.running if request.status is Status.RUNNING else self.waiting)"
+        ".remove(request)", WORKLOADS,
     ),
     Mutant(
         "an abort during the step is overlooked", scheduler,
