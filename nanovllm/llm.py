@@ -122,8 +122,10 @@ class LLM:
         ``scheduling_policy="priority"``.
 
         Raises RequestError before anything is computed if some prompt can never be served, with its place in the
-        list; nothing of the call is queued then. On any exception, Ctrl-C included, the requests of this call are
-        aborted.
+        list; nothing of the call is queued then. A request that fails alone while it runs has a result like the others,
+        with ``finish_reason`` "error". If a step fails as a whole: EngineError, whose ``outputs`` are the results, one
+        for each prompt, those that were done and how far the others came ("error" or "abort"). On any exception,
+        Ctrl-C included, the requests of this call are aborted, and the engine can go on.
         """
         listed = as_list(prompts)
         requests = self._add(listed, sampling_params, priority, stream=False)
@@ -267,11 +269,16 @@ class LLM:
                 for output in self._step():
                     finished[output.request_id] = output
                     prompt_tokens += len(output.prompt_token_ids)
-                    output_tokens += len(output.token_ids)
+                    output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     seconds = time.perf_counter() - started
                     speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
                     bar.set_postfix_str(f"input: {speed}", refresh=False)
                     bar.update(1)
+        except EngineError as error:
+            finished |= {output.request_id: output for output in error.outputs}
+            results = (finished.get(each.request_id) or self.llm_engine.abort(each.request_id) for each in requests)
+            error.outputs = [output for output in results if output]
+            raise
         finally:
             bar.close()
             self._abort(requests)
@@ -304,8 +311,15 @@ class LLM:
         engine = self.llm_engine
         if not engine.has_unfinished_requests:
             raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
+        try:
+            return self._sort(engine.step())
+        except EngineError as error:
+            error.outputs = self._sort(error.outputs)
+            raise
+
+    def _sort(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         rest: list[RequestOutput] = []
-        for output in engine.step():
+        for output in outputs:
             self._mail.get(output.request_id, rest).append(output)
         return rest
 

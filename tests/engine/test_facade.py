@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import sample_seed
 from nanovllm.errors import ConfigError, EngineError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -358,6 +359,95 @@ def test_a_failed_step_is_an_engine_error_and_the_engine_goes_on(open_llm, tiny,
     assert isinstance(caught.value.__cause__, RuntimeError)
     tiny.assert_idle(llm)
     assert tokens_of(run(llm, PROMPTS)) == tokens_of(run(open_llm(), PROMPTS))
+
+
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_an_engine_error_carries_a_result_for_each_prompt(open_llm, tiny, monkeypatch, step):
+    """In the order of the prompts: those that were done, and how far the others came."""
+    llm = open_llm(max_num_seqs=3)
+    lengths = [12, 3, 7, 12]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    expected = run(open_llm(), PROMPTS, params)
+    fail_at(monkeypatch, llm, step, RuntimeError("no memory"))
+    with pytest.raises(EngineError, match="no memory") as caught:
+        run(llm, PROMPTS, params)
+    results = caught.value.outputs
+    assert [result.prompt_token_ids for result in results] == PROMPTS
+    assert all(result.finished for result in results)
+    reasons = [result.outputs[0].finish_reason for result in results]
+    assert (
+        reasons
+        == {
+            1: ["error", "error", "error", "abort"],
+            4: ["error", "length", "error", "error"],
+            9: ["error", "length", "length", "error"],
+        }[step]
+    )
+    for result, whole in zip(results, expected, strict=True):
+        assert whole.token_ids[: len(result.token_ids)] == result.token_ids
+        assert whole.text.startswith(result.text)
+    tiny.assert_idle(llm)
+
+
+def test_a_step_that_fails_in_a_call_ends_a_stream_that_was_in_it(open_llm, monkeypatch):
+    llm = open_llm()
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    pieces = [next(stream)]
+    fail_at(monkeypatch, llm, 2, RuntimeError("no memory"))
+    with pytest.raises(EngineError, match="no memory") as caught:
+        run(llm, PROMPTS[1:])
+    assert [result.prompt_token_ids for result in caught.value.outputs] == PROMPTS[1:]
+    pieces += stream
+    assert pieces[-1].finished and pieces[-1].outputs[0].finish_reason == "error"
+    assert joined(pieces) == run(llm, PROMPTS[0])[0].token_ids[:2]
+
+
+class Untimely(Exception):
+    """What the reader of a stream raises."""
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=4), dict(num_gpu_blocks_override=6)], ids=str)
+def test_ctrl_c_in_a_stream_of_samples_gives_everything_back(open_llm, tiny, monkeypatch, step, options):
+    llm = open_llm(**options)
+    params = SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True)
+    fail_at(monkeypatch, llm, step, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream(PROMPTS, params))
+    tiny.assert_idle(llm)
+    fail_at(monkeypatch, llm, step, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS, params)
+    tiny.assert_idle(llm)
+    with pytest.raises(Untimely):
+        for _ in llm.stream(PROMPTS, params):
+            raise Untimely
+    tiny.assert_idle(llm)
+    for output, expected in zip(run(llm, PROMPTS, params), run(open_llm(), PROMPTS, params), strict=True):
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+
+
+# Samples
+
+
+@pytest.mark.parametrize("options", [{}, dict(enable_prefix_caching=False), dict(num_gpu_blocks_override=7)], ids=str)
+def test_each_sample_is_what_its_seed_gives_alone(open_llm, options):
+    llm = open_llm(**options)
+    params = SamplingParams(n=4, seed=11, max_tokens=10, logprobs=1)
+    outputs = run(llm, PROMPTS, params)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    pieces = list(llm.stream(PROMPTS, params))
+    for place, output in enumerate(outputs):
+        assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+        for index, completion in enumerate(output.outputs):
+            one = SamplingParams(seed=sample_seed(11, index), max_tokens=10, logprobs=1)
+            (alone,) = run(llm, PROMPTS[place], one)
+            assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
+            assert completion.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-3)
+            mine = [c for piece in pieces if piece.request_id == str(place) for c in piece.outputs if c.index == index]
+            assert "".join(c.text for c in mine) == alone.text
+            assert [token for c in mine for token in c.token_ids] == alone.token_ids
 
 
 # Life and death
