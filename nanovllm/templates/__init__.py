@@ -3,7 +3,7 @@
 It runs in Jinja's immutable sandbox, which lets it call and change nothing of ours; what the sandbox leaves open is
 bounded here. Each turn of a loop and each call counts as one turn, and no value may grow without end:
 
-    turns    1,000,000 in a rendering, and 10 seconds     nested loops, macros that call themselves
+    turns    500,000 in a rendering, and 5 seconds        nested loops, macros that call themselves
     size     10,000,000 characters or entries             "x" * 10**9, s ~ s again and again, "%9999999d", center(10**9)
 """
 
@@ -24,8 +24,8 @@ from jinja2.visitor import NodeTransformer
 from nanovllm.errors import RequestError
 from nanovllm.tokenizer import Message, Tokenizer
 
-MAX_TURNS = 1_000_000
-MAX_SECONDS = 10.0
+MAX_TURNS = 500_000
+MAX_SECONDS = 5.0
 MAX_SIZE = 10_000_000
 MAX_SOURCE = 1_000_000
 """Characters of a template; the longest known have 30,000."""
@@ -178,7 +178,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call what the sandbox allows; a method's object counts as an argument."""
-        owner = getattr(__obj, "__self__", None)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         __self._bounds.before(getattr(__obj, "__name__", ""), owner, *args, *kwargs.values())
         return __self._bounds.sized(super().call(__context, __obj, *args, **kwargs))
 
