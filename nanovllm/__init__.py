@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM as AsyncLLM
+    from nanovllm.beam_search import BeamSearchParams as BeamSearchParams
     from nanovllm.engine import LLMEngine as LLMEngine
     from nanovllm.errors import CheckpointError as CheckpointError
     from nanovllm.errors import ConfigError as ConfigError
@@ -28,7 +29,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "llm", "TextPrompt": "prompts", "TokensPrompt": "prompts",
-    "AsyncLLM": "async_llm", "SamplingParams": "sampling_params", "RequestOutputKind": "sampling_params",
+    "AsyncLLM": "async_llm", "BeamSearchParams": "beam_search",
+    "SamplingParams": "sampling_params", "RequestOutputKind": "sampling_params",
     "RequestOutput": "outputs", "CompletionOutput": "outputs", "Logprob": "outputs",
     "LLMEngine": "engine",
     "NanoError": "errors", "ConfigError": "errors", "UnknownOptionError": "errors",

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.build import Built, build
+from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -21,6 +22,8 @@ from nanovllm.sampling_params import NOT_YET, SamplingParams
 from nanovllm.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -175,6 +178,10 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation or many, as ``chat`` does, in pieces, as ``stream`` does."""
         return self._stream(self._conversations(messages, template), sampling_params, priority)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any) -> Any:
+        """Search with ``BeamSearchParams``; see ``nanovllm.beam_search.beam_search``."""
+        return find(BEAM_SEARCH)(self, prompts, params, **options)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         """Return (text, token ids, cache salt) of a prompt. Any thread may ask."""
