@@ -55,6 +55,9 @@ class Limits:
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Not thread-safe.
 
+    ``LLM.llm_engine`` is one. Call ``add_request`` at any time, ``step`` while ``has_unfinished_requests``, and
+    ``abort`` for what nobody wants any more; docs/requests.md has an example.
+
     ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token;
     both None if only ids are wanted.
     """

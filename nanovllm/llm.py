@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 
+Priority = int | Sequence[int] | None
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -116,7 +118,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
 
@@ -136,11 +138,11 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversations,
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of lists), through the chat template.
@@ -152,11 +154,7 @@ class LLM:
         return self._finish(requests, use_tqdm)
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        *,
-        priority: int | Sequence[int] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, priority: Priority = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield each prompt's new text and tokens after every step, until all have finished.
 
@@ -169,12 +167,7 @@ class LLM:
         return self._stream(as_list(prompts), sampling_params, priority)
 
     def stream_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        priority: int | Sequence[int] | None = None,
-        **template: Any,
+        self, messages: Conversations, sampling_params: Params = None, *, priority: Priority = None, **template: Any
     ) -> Generator[RequestOutput, None, None]:
         """Answer one conversation or many, as ``chat`` does, in pieces, as ``stream`` does."""
         return self._stream(self._conversations(messages, template), sampling_params, priority)
@@ -190,12 +183,12 @@ class LLM:
     def render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
         variables = options.pop("chat_template_kwargs", None) or {}
-        unknown = set(options) - {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
-        if unknown:
-            name = sorted(unknown)[0]
+        known = {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+        if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
             raise RequestError(
-                f"chat has no option {name!r}; a template's own variables go into chat_template_kwargs.",
-                parameter=name,
+                f"chat has no option {wrong[0]!r}, or it was not given as one; chat_template_kwargs holds a template's "
+                "own variables, and no others.",
+                parameter=wrong[0],
             )
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, **options, **variables)
@@ -219,16 +212,12 @@ class LLM:
             raise EngineError("this LLM has been closed; make a new one.")
         return self._built
 
-    def _conversations(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], options: Mapping[str, Any]
-    ) -> list[TokensPrompt]:
+    def _conversations(self, messages: Conversations, options: Mapping[str, Any]) -> list[TokensPrompt]:
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         return [self.render(conversation, **options) for conversation in conversations]
 
-    def _add(
-        self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None, *, stream: bool
-    ) -> list[Request]:
+    def _add(self, prompts: Sequence[Prompt], params: Params, priority: Priority, *, stream: bool) -> list[Request]:
         """Check and queue the prompts of one call; if one is refused, none is queued."""
         number = len(prompts)
         if params is None:
@@ -292,7 +281,7 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _stream(
-        self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None
+        self, prompts: Sequence[Prompt], params: Params, priority: Priority
     ) -> Generator[RequestOutput, None, None]:
         """Queue the prompts when the first piece is asked for, so that an iterator never begun leaves nothing."""
         requests = self._add(prompts, params, priority, stream=True)

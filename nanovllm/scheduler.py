@@ -80,8 +80,9 @@ class Scheduler:
         a prefix cache, or with a prompt shorter than a block, at once, and each computes its own.
         """
         insort(self.waiting, request, key=self._order)
-        self.held[request] = samples
-        self._release(request)
+        if samples:
+            self.held[request] = samples
+            self._release(request)
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Requests' ``num_computed_tokens`` already count it; see ``undo``."""
@@ -137,7 +138,8 @@ class Scheduler:
             if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
                 known = span.stop if self._share_outputs else min(span.stop, len(request.prompt_token_ids))
                 self.blocks.commit(request, known)
-                self._release(request)
+                if self.held:
+                    self._release(request)
             if token is not None:
                 try:
                     request.append(token)

@@ -310,6 +310,58 @@ def test_chat_and_its_stream(open_llm, tiny):
     assert "".join(piece.text for piece in llm.stream_chat(talk, GREEDY)) == output.text
 
 
+def test_chat_takes_many_conversations_in_pieces_too(open_llm):
+    llm = open_llm()
+    talks = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in ("a", "b", "c")]
+    whole = llm.chat(talks, GREEDY, use_tqdm=False)
+    pieces = list(llm.stream_chat(talks, GREEDY, priority=[1, 2, 3]))
+    for place, output in enumerate(whole):
+        assert joined(piece for piece in pieces if piece.request_id == str(place)) == output.token_ids
+    assert llm.chat([], GREEDY) == []
+
+
+def test_the_bos_token_is_never_doubled(folders, tmp_path):
+    """The template writes it, and the tokenizer would add it to plain text."""
+    folder = shutil.copytree(folders["llama"], tmp_path / "bos")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|start|>": {"id": "<|start|>", "ids": [257], "tokens": ["<|start|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"bos_token": "<|start|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(folder, dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
+        assert run(llm, "hi")[0].prompt_token_ids.count(257) == 1
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+        assert output.prompt == "<|start|>hi" and output.prompt_token_ids.count(257) == 1
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "add_generation_prompt"])
+def test_what_the_call_decides_cannot_come_with_the_templates_variables(open_llm, name):
+    talk = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match=f"chat has no option '{name}'") as caught:
+        open_llm().chat(talk, GREEDY, chat_template_kwargs={name: "x"})
+    assert caught.value.parameter == name
+    with pytest.raises(RequestError, match="chat has no option 'enable_thinking'"):
+        open_llm().chat(talk, GREEDY, enable_thinking=True)
+
+
+def test_a_base_model_cannot_chat(folders, tmp_path):
+    folder = shutil.copytree(folders["llama"], tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text("{}")
+    talk = [{"role": "user", "content": "x"}]
+    with LLM(folder, dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.chat(talk)
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.stream_chat(talk)
+        assert llm.chat(talk, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")[0].prompt == "x"
+
+
 # Failures and interruption
 
 
