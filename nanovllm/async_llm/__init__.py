@@ -130,12 +130,13 @@ class AsyncLLM:
         self, name: str | None, kind: RequestOutputKind, begin: Callable[[LLMEngine, str], None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Queue the request, and yield what comes into its inbox until it ends, or the reader leaves."""
-        inbox = Inbox(asyncio.get_running_loop(), cumulative=kind is RequestOutputKind.CUMULATIVE)
+        cumulative = kind is RequestOutputKind.CUMULATIVE
         with self._lock:
             self._check(name)
             key = str(next(self._count))
             if name is None:
                 name = next(drawn for drawn in map(str, count(int(key))) if drawn not in self._keys)
+            inbox = Inbox(name, asyncio.get_running_loop(), cumulative=cumulative)
             self._keys[name], self._inboxes[key] = key, inbox
             self._commands.put(lambda engine: self._begin(engine, key, begin))
         ended = False
@@ -148,10 +149,13 @@ class AsyncLLM:
                 yield output
         finally:
             with self._lock:
-                self._inboxes.pop(key, None)
-                self._keys.pop(name, None)
+                self._forget(key)
             if not ended:
                 self._commands.put(_end(key))
+
+    def _forget(self, key: str) -> None:
+        if key in self._inboxes:
+            del self._keys[self._inboxes.pop(key).name]
 
     def _check(self, request_id: str | None) -> None:
         if self._gone is not None:
@@ -174,7 +178,8 @@ class AsyncLLM:
             reason = f"the engine is lost: {type(error).__name__}: {error}"
         with self._lock:
             self._gone = reason
-        self._post([], dict.fromkeys(self._inboxes, reason))
+            waiting = dict.fromkeys(self._inboxes, reason)
+        self._post([], waiting)
         self._llm.close()
 
     def _obey(self) -> bool:
@@ -209,7 +214,7 @@ class AsyncLLM:
                 if inbox is None:  # its reader has left, and the command that ends it is on its way
                     continue
                 if inbox.loop.is_closed():  # nobody will read, and nobody can say so
-                    del self._inboxes[key]
+                    self._forget(key)
                     self._commands.put(_end(key))
                 elif inbox.put(each):
                     wake.setdefault(inbox.loop, []).append(inbox.arrived)
@@ -221,7 +226,9 @@ class AsyncLLM:
 class Inbox:
     """What one reader has not taken yet, merged. Under the lock of its AsyncLLM, but for ``arrived``."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, cumulative: bool) -> None:
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, *, cumulative: bool) -> None:
+        self.name = name
+        """What its reader calls the request."""
         self.loop = loop
         self.arrived = asyncio.Event()
         """Set in the reader's event loop when there is something."""

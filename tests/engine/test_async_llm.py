@@ -348,7 +348,7 @@ def test_a_slow_reader_gets_fewer_and_larger_outputs(serving, open_llm, kind):
 
 def test_an_inbox_wakes_its_reader_once_until_it_comes():
     """However much arrives: so the event loop has one callback to keep, and the inbox one output."""
-    inbox = Inbox(None, cumulative=False)
+    inbox = Inbox("x", None, cumulative=False)
 
     def piece(number):
         sample = CompletionOutput(0, f"{number} ", [number], -0.5, [{number: Logprob(-0.5, 1)}])
