@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM as AsyncLLM
+    from nanovllm.beam_search import BeamSearchParams as BeamSearchParams
     from nanovllm.engine import LLMEngine as LLMEngine
     from nanovllm.errors import CheckpointError as CheckpointError
     from nanovllm.errors import ConfigError as ConfigError
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
     from nanovllm.outputs import RequestOutput as RequestOutput
     from nanovllm.prompts import TextPrompt as TextPrompt
     from nanovllm.prompts import TokensPrompt as TokensPrompt
+    from nanovllm.sampling_params import RequestOutputKind as RequestOutputKind
     from nanovllm.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "llm", "TextPrompt": "prompts", "TokensPrompt": "prompts",
-    "SamplingParams": "sampling_params",
+    "AsyncLLM": "async_llm", "BeamSearchParams": "beam_search",
+    "SamplingParams": "sampling_params", "RequestOutputKind": "sampling_params",
     "RequestOutput": "outputs", "CompletionOutput": "outputs", "Logprob": "outputs",
     "LLMEngine": "engine",
     "NanoError": "errors", "ConfigError": "errors", "UnknownOptionError": "errors",

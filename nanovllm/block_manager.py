@@ -143,6 +143,11 @@ class BlockManager:
                 request.chain_parent = block.serial
             request.num_committed_blocks = place + 1
 
+    def knows_prompt(self, request: Request) -> bool:
+        """Whether an equal prompt could find now all that it ever may of this request's."""
+        findable = (len(request.prompt_token_ids) - 1) // self.block_size if self.enable_prefix_caching else 0
+        return request.num_committed_blocks >= findable
+
     def free(self, request: Request) -> None:
         """Take back every block of a request; findable ones stay cached."""
         self._release(request.block_ids)

@@ -55,6 +55,9 @@ class Limits:
 class LLMEngine:
     """Requests in, outputs out, one step at a time. Not thread-safe.
 
+    ``LLM.llm_engine`` is one. Call ``add_request`` at any time, ``step`` while ``has_unfinished_requests``, and
+    ``abort`` for what nobody wants any more; docs/requests.md has an example.
+
     ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token;
     both None if only ids are wanted.
     """
@@ -73,7 +76,7 @@ class LLMEngine:
         self._runner = runner
         self._make_builder = make_builder
         self._decode_token = decode_token
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}  # by name: the samples of one prompt, mostly one
         self._ended: list[Request] = []  # not yet given out
         self._streaming: dict[Request, None] = {}  # have something new that is not yet given out
         self._under_way: deque[tuple[SchedulerOutput, Fetch]] = deque()
@@ -98,40 +101,51 @@ class LLMEngine:
     ) -> Request:
         """Check a request and queue it. ``request_id=None`` draws an unused one.
 
+        ``stream``: ``step`` gives out what is new after each token, else everything at the end. ``params.n`` samples
+        of the prompt share its blocks; the first, which is returned, draws with the request's seed, number ``index``
+        with ``sample_seed(seed, index)``.
+
         Raises RequestError, with the engine unchanged, if the request can never be served.
         """
         params = params.clone()
         tokens = list(prompt_token_ids)
-        self._check(tokens, params, priority, cache_salt)
+        self.check(tokens, params, priority, cache_salt)
         if request_id is not None and (not isinstance(request_id, str) or request_id in self._requests):
             _refuse("request_id", request_id, "must be a string that is not in use, or None to have one drawn")
         arrival = next(self._arrivals)
         if request_id is None:  # a caller's own names may be numbers too
             request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         room = self.limits.max_model_len - len(tokens)
-        request = Request(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=tokens,
-            params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
-            seed=derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed,
-            arrival=arrival,
-            priority=priority,
-            cache_salt=cache_salt,
-            builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
-            stream=stream,
-        )
-        self._requests[request_id] = request
-        self.scheduler.add(request)
-        return request
+        seed = derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed
+        samples = [
+            Request(
+                request_id=request_id,
+                index=index,
+                prompt=prompt,
+                prompt_token_ids=tokens,
+                params=params,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
+                seed=sample_seed(seed, index),
+                arrival=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+                builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
+                stream=stream,
+            )
+            for index in range(params.n)
+        ]
+        self._requests[request_id] = samples
+        self.scheduler.add(samples[0], samples[1:])
+        return samples[0]
 
     def step(self) -> list[RequestOutput]:
         """Decide and submit a step, settle the oldest one under way if there are enough; return what ended or streams.
 
-        Raises EngineError if the computation fails: the requests of that step have then ended, and the engine
-        goes on with the others. On any other exception (Ctrl-C) nothing is lost: the step goes on, or begins again.
+        A request with ``n > 1`` is given out when all its samples have ended; one that streams, with the samples
+        that have something new. Raises EngineError if the computation fails: the requests of that step have then
+        ended (``error.outputs``), and the engine goes on with the others, also with the other samples of those. On
+        any other exception (Ctrl-C) nothing is lost: the step goes on, or begins again.
         """
         if self._stalled:
             self._settle_all()
@@ -141,21 +155,35 @@ class LLMEngine:
             self._submit(output)
         if self._under_way and (not output.spans or len(self._under_way) > self._runner.lookahead):
             self._settle()
-        finished, self._ended = self._ended, []
-        streaming, self._streaming = self._streaming, {}
-        for request in finished:
-            del self._requests[request.request_id]
-        return [self._output(request) for request in [*finished, *(r for r in streaming if not r.is_finished)]]
+        news, self._ended, self._streaming = [*self._ended, *self._streaming], [], {}
+        return self._give_out(news)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; None if it is unknown or has ended already."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
+        """End a request now, all its samples, and return what it had; None if it is unknown or has ended already."""
+        samples = self._requests.pop(request_id, None)
+        if samples is None:
             return None
-        if request in self._ended:
-            self._ended.remove(request)
-        self.scheduler.abort(request)
-        return self._output(request)
+        for request in samples:
+            if request in self._ended:
+                self._ended.remove(request)
+            self._streaming.pop(request, None)
+            self.scheduler.abort(request)
+        return self._output(samples)
+
+    def _give_out(self, news: Sequence[Request]) -> list[RequestOutput]:
+        """Build the outputs due now that these samples have ended or have something new."""
+        changed: dict[str, dict[int, Request]] = {}
+        for request in news:
+            changed.setdefault(request.request_id, {})[request.index] = request
+        outputs = []
+        for request_id, new in changed.items():
+            samples = self._requests[request_id]
+            if all(request.is_finished for request in samples):
+                del self._requests[request_id]
+            elif not samples[0].stream:
+                continue
+            outputs.append(self._output([new[i] for i in sorted(new)] if samples[0].stream else samples, samples))
+        return outputs
 
     def _submit(self, output: SchedulerOutput) -> None:
         try:
@@ -187,19 +215,24 @@ class LLMEngine:
         else:
             self._under_way.popleft()
             self._ended += self.scheduler.update(output, sampled)
-            self._streaming |= {s.request: None for s in output.spans if s.samples and s.request.stream}
+            on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
+            self._streaming |= {request: None for request in on if request.stream}
 
     def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
         """End the requests of a step that failed; return what the caller is told."""
         self._stalled = True
-        for span in output.spans:
-            self.abort(span.request.request_id)
+        failed = [span.request for span in output.spans if not span.request.is_finished]
+        for request in failed:
+            self.scheduler.abort(request, "error")
+            self._streaming.pop(request, None)
         return EngineError(
             f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
-            f"{len(output.spans)} requests have ended; others, and new ones, can go on."
+            f"{len(output.spans)} requests have ended; others, and new ones, can go on.",
+            outputs=self._give_out(failed),
         )
 
-    def _check(self, tokens: list[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
+    def check(self, tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
+        """Raise RequestError if such a request can never be served. Changes nothing; any thread may ask."""
         limits, blocks = self.limits, self.scheduler.blocks
         if not tokens:
             _refuse("prompt", "", "has no tokens; give at least one, such as the BOS token")
@@ -224,18 +257,31 @@ class LLMEngine:
         if not isinstance(cache_salt, str):
             _refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
 
-    def _output(self, request: Request) -> RequestOutput:
-        """Build what the caller gets; for a streaming request only what is new since the last time."""
+    def _output(self, news: Sequence[Request], samples: Sequence[Request] | None = None) -> RequestOutput:
+        """Build what the caller gets of ``samples``: those of ``news``, by index."""
+        first = news[0]
+        return RequestOutput(
+            request_id=first.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[self._completion(request) for request in news],
+            finished=all(request.is_finished for request in samples or news),
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        """Build what the caller gets of one sample; if it streams only what is new since the last time."""
         text = "" if request.builder is None else request.builder.since(request.num_sent_chars)
         tokens = request.token_ids[len(request.prompt_token_ids) + request.num_sent_tokens :]
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = [self._decoded(entry) for entry in request.logprobs[request.num_sent_tokens :]]
+            request.sent_logprob += sum(next(iter(entry.values())).logprob for entry in logprobs)  # the drawn one's
         completion = CompletionOutput(
-            index=0,
+            index=request.index,
             text=text,
             token_ids=tokens,
-            cumulative_logprob=_total(request) if logprobs is not None else None,
+            cumulative_logprob=request.sent_logprob if logprobs is not None else None,
             logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -243,14 +289,7 @@ class LLMEngine:
         if request.stream:
             request.num_sent_tokens = request.num_output_tokens
             request.num_sent_chars += len(text)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.is_finished,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        return completion
 
     def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self._decode_token is None:
@@ -265,9 +304,9 @@ def derive_seed(seed: int, arrival: int) -> int:
     return (mixed ^ (mixed >> 29)) % 2**63
 
 
-def _total(request: Request) -> float:
-    """Sum the log-probabilities of the drawn tokens; the drawn one is the first of each dict."""
-    return sum(next(iter(entry.values())).logprob for entry in request.logprobs)
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed with which a sample gives alone what it gives as one of ``n``. The first has the request's."""
+    return derive_seed(~seed, index) if index else seed
 
 
 def _refuse(name: str, value: object, rule: str) -> None:

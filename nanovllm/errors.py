@@ -11,7 +11,8 @@ A message has three parts: the value found, the rule, and the way out.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class NanoError(Exception):
@@ -43,7 +44,15 @@ class RequestError(NanoError, ValueError):
 
 
 class EngineError(NanoError, RuntimeError):
-    """A step failed: every request that was in it has ended."""
+    """A step failed: every request that was in it has ended.
+
+    ``outputs``: from ``LLMEngine.step`` what these requests had so far (``finish_reason`` "error"), from
+    ``LLM.generate`` one result for each prompt, in order: those that were done, and how far the others came.
+    """
+
+    def __init__(self, message: str, *, outputs: Sequence[Any] = (), **about: Any) -> None:
+        super().__init__(message, **about)
+        self.outputs = list(outputs)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

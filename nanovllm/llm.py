@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.build import Built, build
+from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -22,6 +23,10 @@ from nanovllm.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+BEAM_SEARCH = "nanovllm.beam_search:beam_search"
+
+Priority = int | Sequence[int] | None
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -113,7 +118,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
 
@@ -122,8 +127,10 @@ class LLM:
         ``scheduling_policy="priority"``.
 
         Raises RequestError before anything is computed if some prompt can never be served, with its place in the
-        list; nothing of the call is queued then. On any exception, Ctrl-C included, the requests of this call are
-        aborted.
+        list; nothing of the call is queued then. A request that fails alone while it runs has a result like the others,
+        with ``finish_reason`` "error". If a step fails as a whole: EngineError, whose ``outputs`` are the results, one
+        for each prompt, those that were done and how far the others came ("error" or "abort"). On any exception,
+        Ctrl-C included, the requests of this call are aborted, and the engine can go on.
         """
         listed = as_list(prompts)
         requests = self._add(listed, sampling_params, priority, stream=False)
@@ -131,11 +138,11 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversations,
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        priority: int | Sequence[int] | None = None,
+        priority: Priority = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of lists), through the chat template.
@@ -143,27 +150,49 @@ class LLM:
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
         ``chat_template_kwargs``.
         """
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        prompts = [self._render(conversation, template) for conversation in conversations]
-        requests = self._add(prompts, sampling_params, priority, stream=False)
+        requests = self._add(self._conversations(messages, template), sampling_params, priority, stream=False)
         return self._finish(requests, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, priority: Priority = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield each prompt's new text and tokens after every step, until all have finished.
 
-        ``request_id`` tells the prompts apart: it is the prompt's place in the list. Work begins, and errors are
-        raised, when the first piece is asked for; closing the iterator aborts what has not finished.
+        A piece holds only what is new: its texts joined are the text that ``generate`` gives, however characters and
+        stop strings are cut into tokens. Text that may still become a stop string, or a character, comes later.
+        ``request_id`` tells the prompts apart: it is the prompt's place in the list. The last piece of each prompt,
+        and no other, is ``finished``. Work begins, and errors are raised, when the first piece is asked for; closing
+        the iterator, or leaving its loop, aborts what has not finished. Cost of a piece: constant.
         """
-        return self._stream(as_list(prompts), sampling_params)
+        return self._stream(as_list(prompts), sampling_params, priority)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self, messages: Conversations, sampling_params: Params = None, *, priority: Priority = None, **template: Any
     ) -> Generator[RequestOutput, None, None]:
-        """Answer one conversation as ``stream`` does."""
-        return self._stream([self._render(messages, template)], sampling_params)
+        """Answer one conversation or many, as ``chat`` does, in pieces, as ``stream`` does."""
+        return self._stream(self._conversations(messages, template), sampling_params, priority)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any) -> Any:
+        """Search with ``BeamSearchParams``; see ``nanovllm.beam_search.beam_search``."""
+        return find(BEAM_SEARCH)(self, prompts, params, **options)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
+        """Return (text, token ids, cache salt) of a prompt. Any thread may ask."""
+        return self._encode([prompt])[0]
+
+    def render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+        """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
+        variables = options.pop("chat_template_kwargs", None) or {}
+        known = {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+        if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
+            raise RequestError(
+                f"chat has no option {wrong[0]!r}, or it was not given as one; chat_template_kwargs holds a template's "
+                "own variables, and no others.",
+                parameter=wrong[0],
+            )
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **options, **variables)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
@@ -183,24 +212,12 @@ class LLM:
             raise EngineError("this LLM has been closed; make a new one.")
         return self._built
 
-    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> TokensPrompt:
-        """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
-        options = dict(options)
-        variables = options.pop("chat_template_kwargs", None) or {}
-        unknown = set(options) - {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
-        if unknown:
-            name = sorted(unknown)[0]
-            raise RequestError(
-                f"chat has no option {name!r}; a template's own variables go into chat_template_kwargs.",
-                parameter=name,
-            )
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, **options, **variables)
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    def _conversations(self, messages: Conversations, options: Mapping[str, Any]) -> list[TokensPrompt]:
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        return [self.render(conversation, **options) for conversation in conversations]
 
-    def _add(
-        self, prompts: Sequence[Prompt], params: Params, priority: int | Sequence[int] | None, *, stream: bool
-    ) -> list[Request]:
+    def _add(self, prompts: Sequence[Prompt], params: Params, priority: Priority, *, stream: bool) -> list[Request]:
         """Check and queue the prompts of one call; if one is refused, none is queued."""
         number = len(prompts)
         if params is None:
@@ -248,19 +265,26 @@ class LLM:
                 for output in self._step():
                     finished[output.request_id] = output
                     prompt_tokens += len(output.prompt_token_ids)
-                    output_tokens += len(output.token_ids)
+                    output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     seconds = time.perf_counter() - started
                     speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
                     bar.set_postfix_str(f"input: {speed}", refresh=False)
                     bar.update(1)
+        except EngineError as error:
+            finished |= {output.request_id: output for output in error.outputs}
+            results = (finished.get(each.request_id) or self.llm_engine.abort(each.request_id) for each in requests)
+            error.outputs = [output for output in results if output]
+            raise
         finally:
             bar.close()
             self._abort(requests)
         return [finished[request.request_id] for request in requests]
 
-    def _stream(self, prompts: Sequence[Prompt], params: Params) -> Generator[RequestOutput, None, None]:
+    def _stream(
+        self, prompts: Sequence[Prompt], params: Params, priority: Priority
+    ) -> Generator[RequestOutput, None, None]:
         """Queue the prompts when the first piece is asked for, so that an iterator never begun leaves nothing."""
-        requests = self._add(prompts, params, None, stream=True)
+        requests = self._add(prompts, params, priority, stream=True)
         places = {request.request_id: str(place) for place, request in enumerate(requests)}
         mail = deque[RequestOutput]()
         self._mail |= dict.fromkeys(places, mail)
@@ -283,8 +307,15 @@ class LLM:
         engine = self.llm_engine
         if not engine.has_unfinished_requests:
             raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
+        try:
+            return self._sort(engine.step())
+        except EngineError as error:
+            error.outputs = self._sort(error.outputs)
+            raise
+
+    def _sort(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         rest: list[RequestOutput] = []
-        for output in engine.step():
+        for output in outputs:
             self._mail.get(output.request_id, rest).append(output)
         return rest
 

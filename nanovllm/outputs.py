@@ -31,7 +31,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """One dict for each token, the drawn token first; only if asked for."""
     finish_reason: str | None = None
-    """``"stop"``, ``"length"`` or ``"abort"``; None while it goes on."""
+    """``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; None while it goes on."""
     stop_reason: int | str | None = None
     """The stop string or the stop token id that ended it; None for the model's own end id."""
 

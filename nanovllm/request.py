@@ -51,6 +51,8 @@ class Request:
     """
 
     request_id: str
+    index: int = 0
+    """Which sample of its prompt: with ``n > 1`` as many requests share a ``request_id``."""
     prompt: str | None = None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -89,7 +91,8 @@ class Request:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     num_sent_tokens: int = 0
     num_sent_chars: int = 0
-    """How much of the output a streaming request has given out."""
+    sent_logprob: float = 0.0
+    """How much of the output a streaming request has given out, and the sum of its log-probabilities."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

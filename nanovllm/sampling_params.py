@@ -3,9 +3,22 @@
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any, NoReturn
 
 from nanovllm.errors import RequestError, unknown_option
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request holds, where it has several."""
+
+    CUMULATIVE = 0
+    """All that there is so far."""
+    DELTA = 1
+    """What is new since the one before."""
+    FINAL_ONLY = 2
+    """There is one, at the end."""
+
 
 GREEDY_BELOW = 1e-5
 """A temperature under this means greedy decoding, as in vLLM."""
@@ -13,7 +26,6 @@ GREEDY_BELOW = 1e-5
 MAX_SEED = 2**63 - 1
 
 NOT_YET: dict[str, object] = {
-    "n": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -39,6 +51,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    """Samples of each prompt, which is computed once; needs a temperature."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -70,6 +83,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """For ``AsyncLLM``. ``LLM.generate`` gives FINAL_ONLY and ``LLM.stream`` DELTA, whatever is said here."""
     structured_outputs: Any = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -87,9 +102,12 @@ class SamplingParams:
         for name, default in NOT_YET.items():
             if getattr(self, name) != default:
                 _refuse(name, getattr(self, name), f"is not supported yet; leave it at {default!r}")
+        _integer("n", self.n, 1, 16_384)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_BELOW <= self.temperature < 0.01:
             self.temperature = 0.01  # smaller ones overflow float16 logits; vLLM does the same
+        if self.greedy and self.n > 1:
+            _refuse("n", self.n, "must be 1 with temperature=0, where all samples would be the same")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             _refuse("top_p", self.top_p, "must be in (0, 1]; use temperature=0 for the most likely token")
@@ -107,6 +125,8 @@ class SamplingParams:
             self.logprobs = 1
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            _refuse("output_kind", self.output_kind, "must be a RequestOutputKind")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")

@@ -67,13 +67,22 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.held: dict[Request, Sequence[Request]] = {}
+        """Samples in no queue yet: until their first one has put the prompt into the prefix cache, or has ended."""
         self.num_preemptions = 0
         self._by_priority = policy == "priority"
         self._share_outputs = share_outputs
 
-    def add(self, request: Request) -> None:
-        """Queue a request behind those of its priority that came before it."""
+    def add(self, request: Request, samples: Sequence[Request] = ()) -> None:
+        """Queue a request behind those of its priority that came before it.
+
+        ``samples`` of the same prompt follow when they can find its full blocks, so that it is computed once; without
+        a prefix cache, or with a prompt shorter than a block, at once, and each computes its own.
+        """
         insort(self.waiting, request, key=self._order)
+        if samples:
+            self.held[request] = samples
+            self._release(request)
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Requests' ``num_computed_tokens`` already count it; see ``undo``."""
@@ -129,8 +138,14 @@ class Scheduler:
             if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
                 known = span.stop if self._share_outputs else min(span.stop, len(request.prompt_token_ids))
                 self.blocks.commit(request, known)
+                if self.held:
+                    self._release(request)
             if token is not None:
-                request.append(token)
+                try:
+                    request.append(token)
+                except Exception:
+                    logger.exception("request %s ends: its token %d became no text", request.request_id, token.token_id)
+                    request.finish_reason = "error"
                 if request.finish_reason is not None:
                     finished.append(self._end(request, request.finish_reason))
         return finished
@@ -142,10 +157,10 @@ class Scheduler:
             if not span.request.is_finished:
                 span.request.num_computed_tokens = span.start
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: str = "abort") -> None:
         """End a request at once and take its blocks; nothing happens if it has ended already."""
         if not request.is_finished:
-            self._end(request, "abort")
+            self._end(request, reason)
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[Request], finished: list[Request]) -> bool:
         """Let ``request`` grow to ``num_tokens``, preempting from the end of the order; False if it had to go."""
@@ -165,18 +180,25 @@ class Scheduler:
                 return False
         return True
 
+    def _release(self, request: Request) -> None:
+        """Queue the samples held for a request that has ended, or whose prompt they can find now."""
+        if request in self.held and (request.is_finished or self.blocks.knows_prompt(request)):
+            for sample in self.held.pop(request):
+                insort(self.waiting, sample, key=self._order)
+
     def _end(self, request: Request, reason: str) -> Request:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self.blocks.free(request)
         request.status = Status.FINISHED
+        self._release(request)
         request.finish_reason = reason
         if request.builder is not None:
             request.builder.finish()
         logger.debug("request %s ends: %s", request.request_id, reason)
         return request
 
-    def _order(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self._by_priority else 0, request.arrival)
+    def _order(self, request: Request) -> tuple[int, int, int]:
+        return (request.priority if self._by_priority else 0, request.arrival, request.index)
 
 
 def _span(request: Request, size: int) -> Span:

@@ -1,14 +1,10 @@
-"""Text to token ids and back: chat templates, incremental detokenisation, stop strings."""
+"""Text to token ids and back: incremental detokenisation, stop strings."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import RequestError
@@ -16,6 +12,9 @@ from nanovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``."""
+
+TEMPLATES = "nanovllm.templates"
+"""The room that renders conversations."""
 
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
@@ -74,52 +73,9 @@ class Tokenizer:
         """Return the text of ids; bytes that are no character become U+FFFD."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **variables: Any,
-    ) -> str:
-        """Render a conversation as the model was trained to read it; the text holds its special tokens.
-
-        Raises RequestError for malformed messages, a model without a template, and what the template refuses.
-        """
-        source = chat_template or self.chat_template
-        if source is None:
-            raise RequestError(
-                "this model has no chat template, so it was not trained to chat; use generate(), or give one with "
-                "chat_template=...",
-                parameter="chat_template",
-            )
-        if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "continue_final_message=True excludes add_generation_prompt=True; set the latter to False.",
-                parameter="continue_final_message", value=True,
-            )  # fmt: skip
-        messages = [_checked(message) for message in messages]
-        if not messages:
-            raise RequestError("messages is []; a conversation has at least one message.", parameter="messages")
-        try:
-            template = _environment().from_string(source)
-            text: str = template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                **self.special_tokens, **variables,
-            )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"the chat template refuses this conversation: {error}", parameter="messages") from error
-        if continue_final_message:
-            final = str(messages[-1]["content"]).strip()
-            end = text.rfind(final)
-            if end < 0:
-                raise RequestError(
-                    "continue_final_message=True, but the template does not render the final message as it is.",
-                    parameter="continue_final_message", value=True,
-                )  # fmt: skip
-            text = text[: end + len(final)]
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> str:
+        """Render a conversation as the model was trained to read it; see ``nanovllm.templates.render``."""
+        text: str = import_module(TEMPLATES).render(self, messages, **options)
         return text
 
 
@@ -219,39 +175,3 @@ class Detokenizer:
         self._append(whole[: len(whole) - surplus])
         self._window, self._known, self._context, self._finished = [], 0, "", True
         return stop
-
-
-def _checked(message: Message) -> dict[str, Any]:
-    """Return a message with its content as text; a list of text parts is joined."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            f'a message is {message!r}; it must be a dict like {{"role": "user", "content": "..."}}.',
-            parameter="messages", value=message,
-        )  # fmt: skip
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise RequestError("content holds a part without text; only text is supported.", parameter="messages")
-        content = "".join(texts)
-    if content is not None and not isinstance(content, str):
-        raise RequestError(f"content is {content!r}; it must be text.", parameter="messages", value=content)
-    return {**message, "content": content or ""}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates expect, in a sandbox that lets them change and call nothing of ours."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

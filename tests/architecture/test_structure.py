@@ -26,7 +26,7 @@ CORE = [
 NO_TORCH = CORE[: CORE.index("engine") + 1]
 
 ROOMS = [
-    "gguf", "hub", "cli", "compiled", "quantization",
+    "gguf", "hub", "cli", "compiled", "quantization", "templates", "async_llm", "beam_search",
     "parallel", "metrics", "trace", "server", "batch_files", "ray", "speculative", "structured",
 ]  # fmt: skip
 """Folders that could be deleted; those of the second line are to come."""
@@ -94,7 +94,9 @@ def test_imports_point_downwards(path):
     here = part_of(path)
     used = set(our_parts(tree_of(path))) - {here}
     if here == "nanovllm":
-        assert not used & set(ROOMS)
+        assert not used & set(ROOMS) - {"async_llm", "beam_search"}, (
+            "the public rooms alone have a name at the front door"
+        )
     elif here == "cli":
         assert not used & set(ROOMS), "rooms do not know each other"
     elif here == "ops":

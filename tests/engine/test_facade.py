@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import sample_seed
 from nanovllm.errors import ConfigError, EngineError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -309,6 +310,58 @@ def test_chat_and_its_stream(open_llm, tiny):
     assert "".join(piece.text for piece in llm.stream_chat(talk, GREEDY)) == output.text
 
 
+def test_chat_takes_many_conversations_in_pieces_too(open_llm):
+    llm = open_llm()
+    talks = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in ("a", "b", "c")]
+    whole = llm.chat(talks, GREEDY, use_tqdm=False)
+    pieces = list(llm.stream_chat(talks, GREEDY, priority=[1, 2, 3]))
+    for place, output in enumerate(whole):
+        assert joined(piece for piece in pieces if piece.request_id == str(place)) == output.token_ids
+    assert llm.chat([], GREEDY) == []
+
+
+def test_the_bos_token_is_never_doubled(folders, tmp_path):
+    """The template writes it, and the tokenizer would add it to plain text."""
+    folder = shutil.copytree(folders["llama"], tmp_path / "bos")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|start|>": {"id": "<|start|>", "ids": [257], "tokens": ["<|start|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"bos_token": "<|start|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(folder, dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
+        assert run(llm, "hi")[0].prompt_token_ids.count(257) == 1
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+        assert output.prompt == "<|start|>hi" and output.prompt_token_ids.count(257) == 1
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "add_generation_prompt"])
+def test_what_the_call_decides_cannot_come_with_the_templates_variables(open_llm, name):
+    talk = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match=f"chat has no option '{name}'") as caught:
+        open_llm().chat(talk, GREEDY, chat_template_kwargs={name: "x"})
+    assert caught.value.parameter == name
+    with pytest.raises(RequestError, match="chat has no option 'enable_thinking'"):
+        open_llm().chat(talk, GREEDY, enable_thinking=True)
+
+
+def test_a_base_model_cannot_chat(folders, tmp_path):
+    folder = shutil.copytree(folders["llama"], tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text("{}")
+    talk = [{"role": "user", "content": "x"}]
+    with LLM(folder, dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.chat(talk)
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.stream_chat(talk)
+        assert llm.chat(talk, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")[0].prompt == "x"
+
+
 # Failures and interruption
 
 
@@ -358,6 +411,95 @@ def test_a_failed_step_is_an_engine_error_and_the_engine_goes_on(open_llm, tiny,
     assert isinstance(caught.value.__cause__, RuntimeError)
     tiny.assert_idle(llm)
     assert tokens_of(run(llm, PROMPTS)) == tokens_of(run(open_llm(), PROMPTS))
+
+
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_an_engine_error_carries_a_result_for_each_prompt(open_llm, tiny, monkeypatch, step):
+    """In the order of the prompts: those that were done, and how far the others came."""
+    llm = open_llm(max_num_seqs=3)
+    lengths = [12, 3, 7, 12]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    expected = run(open_llm(), PROMPTS, params)
+    fail_at(monkeypatch, llm, step, RuntimeError("no memory"))
+    with pytest.raises(EngineError, match="no memory") as caught:
+        run(llm, PROMPTS, params)
+    results = caught.value.outputs
+    assert [result.prompt_token_ids for result in results] == PROMPTS
+    assert all(result.finished for result in results)
+    reasons = [result.outputs[0].finish_reason for result in results]
+    assert (
+        reasons
+        == {
+            1: ["error", "error", "error", "abort"],
+            4: ["error", "length", "error", "error"],
+            9: ["error", "length", "length", "error"],
+        }[step]
+    )
+    for result, whole in zip(results, expected, strict=True):
+        assert whole.token_ids[: len(result.token_ids)] == result.token_ids
+        assert whole.text.startswith(result.text)
+    tiny.assert_idle(llm)
+
+
+def test_a_step_that_fails_in_a_call_ends_a_stream_that_was_in_it(open_llm, monkeypatch):
+    llm = open_llm()
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    pieces = [next(stream)]
+    fail_at(monkeypatch, llm, 2, RuntimeError("no memory"))
+    with pytest.raises(EngineError, match="no memory") as caught:
+        run(llm, PROMPTS[1:])
+    assert [result.prompt_token_ids for result in caught.value.outputs] == PROMPTS[1:]
+    pieces += stream
+    assert pieces[-1].finished and pieces[-1].outputs[0].finish_reason == "error"
+    assert joined(pieces) == run(llm, PROMPTS[0])[0].token_ids[:2]
+
+
+class Untimely(Exception):
+    """What the reader of a stream raises."""
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=4), dict(num_gpu_blocks_override=6)], ids=str)
+def test_ctrl_c_in_a_stream_of_samples_gives_everything_back(open_llm, tiny, monkeypatch, step, options):
+    llm = open_llm(**options)
+    params = SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True)
+    fail_at(monkeypatch, llm, step, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream(PROMPTS, params))
+    tiny.assert_idle(llm)
+    fail_at(monkeypatch, llm, step, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS, params)
+    tiny.assert_idle(llm)
+    with pytest.raises(Untimely):
+        for _ in llm.stream(PROMPTS, params):
+            raise Untimely
+    tiny.assert_idle(llm)
+    for output, expected in zip(run(llm, PROMPTS, params), run(open_llm(), PROMPTS, params), strict=True):
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+
+
+# Samples
+
+
+@pytest.mark.parametrize("options", [{}, dict(enable_prefix_caching=False), dict(num_gpu_blocks_override=7)], ids=str)
+def test_each_sample_is_what_its_seed_gives_alone(open_llm, options):
+    llm = open_llm(**options)
+    params = SamplingParams(n=4, seed=11, max_tokens=10, logprobs=1)
+    outputs = run(llm, PROMPTS, params)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    pieces = list(llm.stream(PROMPTS, params))
+    for place, output in enumerate(outputs):
+        assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
+        for index, completion in enumerate(output.outputs):
+            one = SamplingParams(seed=sample_seed(11, index), max_tokens=10, logprobs=1)
+            (alone,) = run(llm, PROMPTS[place], one)
+            assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
+            assert completion.cumulative_logprob == pytest.approx(alone.outputs[0].cumulative_logprob, abs=1e-3)
+            mine = [c for piece in pieces if piece.request_id == str(place) for c in piece.outputs if c.index == index]
+            assert "".join(c.text for c in mine) == alone.text
+            assert [token for c in mine for token in c.token_ids] == alone.token_ids
 
 
 # Life and death

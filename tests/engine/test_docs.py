@@ -1,0 +1,25 @@
+"""docs/requests.md is true: each block of Python runs, with a tiny model in the place of the real one."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+TEXT = (Path(__file__).parents[2] / "docs" / "requests.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_there_is_something_to_run():
+    assert len(BLOCKS) == TEXT.count("```python") >= 5
+
+
+@pytest.mark.parametrize("place", range(len(BLOCKS)))
+def test_the_examples_run(folders, tmp_path, capsys, place):
+    script = tmp_path / "example.py"
+    opened = f"{str(folders['llama'])!r}, dtype='float32', use_tqdm_on_load=False, num_gpu_blocks_override=64"
+    code = BLOCKS[place].replace('"smollm2-135m-instruct"', opened)
+    assert code != BLOCKS[place]
+    script.write_text(code, encoding="utf-8")
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.strip()
