@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "llm", "TextPrompt": "prompts", "TokensPrompt": "prompts",
-    "SamplingParams": "sampling_params",
+    "SamplingParams": "sampling_params", "StructuredOutputsParams": "structured.params",
     "RequestOutput": "outputs", "CompletionOutput": "outputs", "Logprob": "outputs",
     "LLMEngine": "engine",
     "NanoError": "errors", "ConfigError": "errors", "UnknownOptionError": "errors",

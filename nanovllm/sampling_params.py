@@ -21,7 +21,6 @@ NOT_YET: dict[str, object] = {
     "prompt_logprobs": None,
     "logprob_token_ids": None,
     "spaces_between_special_tokens": True,
-    "structured_outputs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
@@ -71,6 +70,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
+    """A ``StructuredOutputsParams``, or a dict of its fields: the form that the text must have."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
