@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.matcher import GrammarMatcher, Masks
@@ -51,12 +53,14 @@ class Compiler:
         self._llguidance = llguidance
         self._grammars: OrderedDict[Options, Any] = OrderedDict()
         self._compiling: Thread | None = None
-        size = tokenizer.vocab_size
+        written, size = tokenizer.backend.to_str(), max(tokenizer.backend.get_vocab().values()) + 1
         ends = sorted(token for token in eos_token_ids if token < size)
-        # a model without an end still needs one here: an id that no token has, and that is never allowed
-        self._tokens = llguidance.LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=None if ends else size + 1, eos_token=ends or [size]
-        )
+        if not ends:  # there has to be one: a token of no model, which is never allowed
+            content = json.loads(written)
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            content["added_tokens"].append({"id": size, "content": f"<|no end {size}|>", "special": True, **flags})
+            written = json.dumps(content)
+        self._tokens = llguidance.LLTokenizer(written, eos_token=ends or [size])
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._masks = Masks(llguidance.LLExecutor(), self._tokens.vocab_size)
         self._ends, self._has_end = frozenset(ends or [size]), bool(ends)
@@ -96,7 +100,8 @@ class Compiler:
         matcher = made[0]
         if isinstance(matcher, str):
             refuse(options.form, options.source, f"is refused by llguidance: {matcher[:MESSAGE_CHARS].strip()}")
-        if matcher.is_stopped():
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if not set(np.unpackbits(words, bitorder="little").nonzero()[0].tolist()) - self._ends:
             refuse(options.form, options.source, "must allow some text that is not empty")
         return matcher
 
