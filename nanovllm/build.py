@@ -68,6 +68,7 @@ class Built:
     tokenizer: Tokenizer | None
     plan: Plan
     generation_config: dict[str, Any]
+    model: Any
 
 
 def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
@@ -136,7 +137,7 @@ def build(config: EngineConfig) -> Built:
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
         make_matcher=None if tokenizer is None else _matchers(tokenizer, limits.eos_token_ids),
     )
-    return Built(engine, tokenizer, facts, checkpoint.generation_config)
+    return Built(engine, tokenizer, facts, checkpoint.generation_config, model)
 
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:

@@ -36,14 +36,15 @@ class FewRows(Product):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         from nanovllm.ops.linear import kernel
 
-        self.kernel, self.weight, self.bias = kernel, weight.contiguous(), bias
+        weight = weight.contiguous()
+        self.kernel, self.weight, self.bias = kernel, weight, bias
         long = weight.shape[1] > LONG
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
         self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, kernel.FEW)
         if weight.shape[1] > kernel.WIDEST:
             self.norm_rows = 0
         # not a method of its own: an object that refers to itself would hold the weight until the next collection
-        super().__init__(partial(_multiply, weight=self.weight, bias=bias, rows=self.rows))
+        super().__init__(partial(_multiply, weight=weight, bias=bias, rows=self.rows), lambda: (weight, bias))
         torch.cuda.synchronize(weight.device)  # from now on a kernel may read the weight before it waits for others
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
