@@ -96,7 +96,6 @@ def load_weights(
     _prepare_tied(model, storage, deterministic)
 
 
-@torch.no_grad()
 def update_weights(
     model: Any,
     tensors: Iterable[tuple[str, Tensor]],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
-from nanovllm.request import Request
+from nanovllm.request import Request, Sampled
 from nanovllm.sampler import sample
 from nanovllm.scheduler import Span
 from nanovllm.structured.compiler import Compiler
@@ -288,3 +288,10 @@ def test_a_model_without_an_end_ends_where_its_grammar_does(open_llm, monkeypatc
     monkeypatch.setattr(llm.llm_engine, "_make_matcher", compiler.matcher)
     (output,) = run(llm, [1], ask(regex="[ab]{2,9}", ignore_eos=True))
     assert re.fullmatch("[ab]{9}", output.text) and output.outputs[0].finish_reason == "stop"
+
+
+def test_an_end_where_the_text_may_not_end_is_an_error(open_llm, tiny) -> None:
+    span = make_span(open_llm(), ask(regex="abcd"))
+    span.request.eos_token_ids = frozenset({tiny.end})
+    span.request.append(Sampled(tiny.end))
+    assert span.request.finish_reason == "error"

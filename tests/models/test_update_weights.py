@@ -152,6 +152,10 @@ def test_not_under_requests_nor_pins(models) -> None:
         with pytest.raises(EngineError, match="abort"):
             llm.update_weights(new.items())
         stream.close()
+        waiting = llm.llm_engine.add_request(None, PROMPTS[0], GREEDY)
+        with pytest.raises(EngineError, match="abort"):
+            llm.update_weights(new.items())
+        llm.llm_engine.abort(waiting.request_id)
         llm.update_weights(new.items())
         assert answers(llm) == opened(second, dtype="float32")
     with pytest.raises(EngineError, match="closed"):

@@ -1,0 +1,51 @@
+"""A real tokenizer, in which a token is most of a word or half a character, and a real model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 1, "maximum": 99_999_999},
+        "sights": {"type": "array", "items": {"enum": ["tower", "köprü", "城"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["city", "population", "sights"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_a_model_under_four_grammars_beside_a_free_request(smollm2_path: Path) -> None:
+    forms = [
+        dict(json=SCHEMA, disable_any_whitespace=True),
+        dict(regex=r"[A-Z][a-z]{2,8}, [0-9]{4}"),
+        dict(choice=["Paris", "Paris, France", "東京", "Köln 😀"]),
+        dict(grammar='start: "The " NAME " is " ADJECTIVE "."\nNAME: /[a-z]{3,7}/\nADJECTIVE: "big" | "old"'),
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.8, seed=seed, max_tokens=64, structured_outputs=StructuredOutputsParams(**form)
+        )
+        for form in forms
+        for seed in range(2)
+    ]  # fmt: skip
+    free = SamplingParams(temperature=0.0, max_tokens=24)
+    prompt = "Facts about the capital of France: "
+    with LLM(smollm2_path, dtype="float32", use_tqdm_on_load=False) as llm:
+        (alone,) = llm.generate(prompt, free, use_tqdm=False)
+        *outputs, beside = llm.generate([prompt] * 9, [*params, free], use_tqdm=False)
+    assert beside.token_ids == alone.token_ids
+    assert all(output.outputs[0].finish_reason == "stop" for output in outputs)
+    texts = [output.text for output in outputs]
+    for text in texts[:2]:
+        found = json.loads(text)
+        assert list(found) == SCHEMA["required"] and set(found["sights"]) <= {"tower", "köprü", "城"}
+    assert all(re.fullmatch(r"[A-Z][a-z]{2,8}, [0-9]{4}", text) for text in texts[2:4])
+    assert set(texts[4:6]) <= set(forms[2]["choice"])
+    assert all(re.fullmatch("The [a-z]{3,7} is (big|old)\\.", text) for text in texts[6:])
