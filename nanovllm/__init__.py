@@ -31,6 +31,7 @@ _PUBLIC = {
     "LLM": "llm", "TextPrompt": "prompts", "TokensPrompt": "prompts",
     "AsyncLLM": "async_llm", "BeamSearchParams": "beam_search",
     "SamplingParams": "sampling_params", "RequestOutputKind": "sampling_params",
+    "StructuredOutputsParams": "structured.params",
     "RequestOutput": "outputs", "CompletionOutput": "outputs", "Logprob": "outputs",
     "LLMEngine": "engine",
     "NanoError": "errors", "ConfigError": "errors", "UnknownOptionError": "errors",

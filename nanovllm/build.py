@@ -5,6 +5,7 @@ Only ``llm`` and the command line import this file, and it imports everything el
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,15 @@ from nanovllm.loader import build_model, draw_weights, load_weights
 from nanovllm.model_runner import ModelRunner
 from nanovllm.ops.attention import find_backend
 from nanovllm.ops.sample import MOST_LOGPROBS
-from nanovllm.request import Request
+from nanovllm.request import Matcher, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
 from nanovllm.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+GRAMMARS = "nanovllm.structured.compiler:Compiler"
+"""What holds requests to their ``structured_outputs``."""
 
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """Default ``max_num_batched_tokens``. On a CPU a prefill is compute-bound from a few dozen rows on, and a smaller
@@ -70,6 +74,7 @@ class Built:
     tokenizer: Tokenizer | None
     plan: Plan
     generation_config: dict[str, Any]
+    model: Any
 
 
 def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
@@ -141,8 +146,9 @@ def build(config: EngineConfig) -> Built:
         limits,
         make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
+        make_matcher=None if tokenizer is None else _matchers(tokenizer, limits.eos_token_ids),
     )
-    return Built(engine, tokenizer, facts, checkpoint.generation_config)
+    return Built(engine, tokenizer, facts, checkpoint.generation_config, model)
 
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
@@ -334,6 +340,19 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None
             logger.warning("%s has no tokenizer: prompts and outputs are token ids", config.model)
             return None
         raise
+
+
+def _matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[SamplingParams], Matcher]:
+    """Return what makes matchers; the room that knows how is loaded when the first one is wanted."""
+    made: list[Any] = []
+
+    def make(params: SamplingParams) -> Matcher:
+        if not made:
+            made.append(find(GRAMMARS)(tokenizer, eos_token_ids))
+        matcher: Matcher = made[0].matcher(params)
+        return matcher
+
+    return make
 
 
 def _end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -151,7 +151,9 @@ class DecodeGraphs:
     def run(self, spans: Sequence[Span]) -> Samples:
         """Compute a step that ``fits``, and draw. The tokens may lie in memory that the next step overwrites."""
         params = [span.request.params for span in spans]
-        plain = not any(span.request.params.logprobs is not None or banned_token_ids(span) for span in spans)
+        plain = not any(
+            span.request.matcher or span.request.params.logprobs is not None or banned_token_ids(span) for span in spans
+        )
         rows = next(size for size in self.sizes if size >= len(spans))
         here = self._here[self._steps % len(self._here)]
         cuts, words = self._write(here, spans, rows)

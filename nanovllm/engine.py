@@ -18,7 +18,7 @@ from typing import Protocol
 
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.request import Request, Sampled, TextBuilder
+from nanovllm.request import Matcher, Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
 
@@ -59,7 +59,7 @@ class LLMEngine:
     ``abort`` for what nobody wants any more; docs/requests.md has an example.
 
     ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token;
-    both None if only ids are wanted.
+    both None if only ids are wanted. ``make_matcher`` returns what holds a request to its ``structured_outputs``.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class LLMEngine:
         *,
         make_builder: Callable[[SamplingParams], TextBuilder] | None = None,
         decode_token: Callable[[int], str] | None = None,
+        make_matcher: Callable[[SamplingParams], Matcher] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
         self._runner = runner
         self._make_builder = make_builder
         self._decode_token = decode_token
+        self._make_matcher = make_matcher
         self._requests: dict[str, list[Request]] = {}  # by name: the samples of one prompt, mostly one
         self._ended: list[Request] = []  # not yet given out
         self._streaming: dict[Request, None] = {}  # have something new that is not yet given out
@@ -112,6 +114,9 @@ class LLMEngine:
         self.check(tokens, params, priority, cache_salt)
         if request_id is not None and (not isinstance(request_id, str) or request_id in self._requests):
             _refuse("request_id", request_id, "must be a string that is not in use, or None to have one drawn")
+        matchers: list[Matcher | None] = [None] * params.n
+        if params.structured_outputs is not None and self._make_matcher is not None:
+            matchers = [self._make_matcher(params) for _ in matchers]
         arrival = next(self._arrivals)
         if request_id is None:  # a caller's own names may be numbers too
             request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
@@ -131,9 +136,10 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=cache_salt,
                 builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
+                matcher=matcher,
                 stream=stream,
             )
-            for index in range(params.n)
+            for index, matcher in enumerate(matchers)
         ]
         self._requests[request_id] = samples
         self.scheduler.add(samples[0], samples[1:])
@@ -252,6 +258,8 @@ class LLMEngine:
             _refuse("logprobs", params.logprobs, f"must not exceed max_logprobs={limits.max_logprobs}")
         if params.stop_strings and self._make_builder is None:
             _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
+        if params.structured_outputs is not None and self._make_matcher is None:
+            _refuse("structured_outputs", params.structured_outputs, "needs a tokenizer, and this engine has none")
         if isinstance(priority, bool) or not isinstance(priority, int):
             _refuse("priority", priority, "must be an integer; smaller goes first")
         if not isinstance(cache_salt, str):

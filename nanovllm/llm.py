@@ -4,9 +4,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.block_manager import BlockManager
@@ -15,6 +16,7 @@ from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
 from nanovllm.request import Request
@@ -206,6 +208,27 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
         return self.llm_engine.scheduler.blocks.reset_prefix_cache()
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict().items()``).
+
+        What is not named keeps its values, so several calls may bring a model in pieces; each call holds its tensors
+        until all are checked. The prefix cache is emptied. Any floating-point type and device will do.
+
+        Raises, with nothing changed: EngineError while requests or pinned prefixes are alive; CheckpointError for a
+        name that the model does not have or that comes twice, and for another shape.
+        """
+        built = self._alive()
+        if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
+            raise EngineError(
+                "weights cannot change under requests and pinned prefixes, whose keys and values are of the old ones. "
+                "Finish or abort the requests, and unpin the prefixes."
+            )
+        facts = built.plan
+        try:
+            update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
+        finally:
+            self.reset_prefix_cache()
 
     def _alive(self) -> Built:
         if self._built is None:

@@ -34,11 +34,13 @@ class Place:
     """``weight`` or ``bias``."""
     start: int
     stop: int
+    columns: tuple[int, ...] = ()
+    """The parameter's other dimensions."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the tensor must have."""
-        return (self.stop - self.start, *getattr(self.module, self.kind).shape[1:])
+        return (self.stop - self.start, *self.columns)
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the rows, on ``device``; allocate the parameter if this is its first part."""
@@ -57,11 +59,12 @@ def build_model(config: ModelConfig, max_model_len: int, dtype: torch.dtype, dev
     model.to(dtype)
     for rotary in model.rotaries:
         rotary.to(device, dtype)
+    model.places = parameter_places(model)
     return model
 
 
 def load_weights(
-    model: nn.Module,
+    model: Any,
     tensors: Iterable[tuple[str, Tensor]],
     device: torch.device,
     storage: torch.dtype,
@@ -74,14 +77,13 @@ def load_weights(
     For ``storage`` and ``deterministic`` see ``ops.linear.prepare``. Raises CheckpointError for a name that
     the model does not have, a shape that differs, a tensor given twice, and names that are missing at the end.
     """
-    places = parameter_places(model)
+    places: dict[str, Place] = model.places
     missing = dict.fromkeys(places)
     parts = Counter(place.module for place in places.values())
-    tied = "lm_head.weight" not in places
     scales: dict[str, Tensor] = {}
     with tqdm(total=len(places), desc="Loading weights", unit=" tensors", disable=not progress, leave=False) as bar:
         for name, tensor in tensors:
-            if name.endswith(IGNORED_SUFFIXES) or (tied and name == "lm_head.weight"):
+            if _is_ignored(name, places):
                 continue
             if name.endswith(CACHE_SCALES):
                 scales[name] = tensor
@@ -100,6 +102,40 @@ def load_weights(
         )
     _prepare_tied(model, storage, deterministic)
     return scales
+
+
+def update_weights(
+    model: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    device: torch.device,
+    storage: torch.dtype,
+    *,
+    deterministic: bool = False,
+) -> None:
+    """Write tensors over those of a model that is ready to run; what is not named keeps its values.
+
+    In place: on a GPU in the same memory, on a CPU one layer after the other, each packed anew. ``tensors`` is read to
+    its end first: CheckpointError, with nothing changed, for what ``load_weights`` refuses but missing names.
+    """
+    places: dict[str, Place] = model.places
+    missing = dict.fromkeys(places)
+    parts: dict[nn.Module, list[tuple[Place, Tensor]]] = {}
+    for name, tensor in tensors:
+        if _is_ignored(name, places):
+            continue
+        place = _place(name, tensor, places, missing)
+        del missing[name]
+        parts.setdefault(place.module, []).append((place, tensor))
+    if "model.embed_tokens.weight" not in missing and "lm_head.weight" not in places:
+        model.lm_head.restore()
+    for module, written in parts.items():
+        restore = getattr(module, "restore", None)
+        if callable(restore):
+            restore()
+        for place, tensor in written:
+            place.memory(device).copy_(tensor)
+        _prepare(module, storage, deterministic)
+    _prepare_tied(model, storage, deterministic)
 
 
 def draw_weights(
@@ -121,18 +157,27 @@ def draw_weights(
 
 
 def parameter_places(model: nn.Module) -> dict[str, Place]:
-    """Map each name that a checkpoint must have to its place: a parameter, or a merged layer's rows."""
+    """Map each name that a checkpoint must have to its place: a parameter, or a merged layer's rows.
+
+    ``build_model`` keeps the map as ``places``, for parameters are gone once they are prepared.
+    """
     places: dict[str, Place] = {}
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
+            columns = tuple(parameter.shape[1:])
             if not isinstance(module, MergedLinear):
-                places[f"{path}.{kind}"] = Place(module, kind, 0, parameter.shape[0])
+                places[f"{path}.{kind}"] = Place(module, kind, 0, parameter.shape[0], columns)
                 continue
             start = 0
             for part, rows in module.parts.items():
-                places[f"{path.rpartition('.')[0]}.{part}.{kind}"] = Place(module, kind, start, start + rows)
+                places[f"{path.rpartition('.')[0]}.{part}.{kind}"] = Place(module, kind, start, start + rows, columns)
                 start += rows
     return places
+
+
+def _is_ignored(name: str, places: dict[str, Place]) -> bool:
+    """Whether a checkpoint's tensor is computed here, or is the embedding once more."""
+    return name.endswith(IGNORED_SUFFIXES) or (name == "lm_head.weight" and name not in places)
 
 
 def _place(name: str, tensor: Tensor, places: dict[str, Place], missing: dict[str, None]) -> Place:
@@ -145,6 +190,9 @@ def _place(name: str, tensor: Tensor, places: dict[str, Place], missing: dict[st
     if name not in missing:
         raise CheckpointError(f"the checkpoint has the tensor {name!r} twice.")
     place = places[name]
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise CheckpointError(f"{name!r} holds {found}; it must be a tensor of floating-point numbers.")
     if tuple(tensor.shape) != place.shape:
         raise CheckpointError(
             f"tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}."

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
@@ -27,6 +27,16 @@ class TextBuilder(Protocol):
 
     def finish(self) -> None:
         """No more tokens come: give out what was held back."""
+
+
+class Matcher(Protocol):
+    """Holds one request to the form that its text must have. Its state depends on the accepted tokens alone."""
+
+    def accept(self, token_id: int) -> str | None:
+        """Take a drawn token; return why the request must end with it, if it must: ``"stop"`` or ``"error"``."""
+
+    def mask(self, logits: Any, spans: Any) -> None:
+        """Set to -inf, in place, what may not follow a step's spans, in the rows of all requests with a matcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,8 @@ class Request:
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
     builder: TextBuilder | None = None
+    matcher: Matcher | None = None
+    """Needs every token before it says what may come next: a request that has one waits for its pending token."""
     stream: bool = False
     """Give out what is new after each step, instead of everything at the end."""
 
@@ -105,9 +117,10 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps have to compute; none if a step under way draws the last one allowed."""
+        """Tokens that the next steps have to compute; none if a step under way draws the last one allowed, or the one
+        that a matcher waits for."""
         total = len(self.token_ids) + self.num_pending_tokens
-        if total - len(self.prompt_token_ids) >= self.max_tokens:
+        if total - len(self.prompt_token_ids) >= self.max_tokens or (self.matcher and self.num_pending_tokens):
             return 0
         return total - self.num_computed_tokens
 
@@ -137,11 +150,14 @@ class Request:
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs)
         may_stop = self.num_output_tokens >= self.params.min_tokens
-        if token in self.eos_token_ids:
-            self.finish_reason = "stop"
+        ended = None if self.matcher is None else self.matcher.accept(token)
+        if ended == "error" or token in self.eos_token_ids:
+            self.finish_reason = ended or "stop"
         elif may_stop and token in (self.params.stop_token_ids or ()):
             self.finish_reason, self.stop_reason = "stop", token
         elif self.builder is not None and (found := self.builder.push(token, may_stop=may_stop)) is not None:
             self.finish_reason, self.stop_reason = "stop", found
+        elif ended is not None:
+            self.finish_reason = ended
         elif self.num_output_tokens >= self.max_tokens:
             self.finish_reason = "length"

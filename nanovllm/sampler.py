@@ -54,22 +54,28 @@ class Samples:
 def sample(logits: Float[Tensor, "rows vocab"], spans: Sequence[Span]) -> Samples:
     """Draw the next token of each row; row i follows ``spans[i]``. No row changes another.
 
-    Order, as in vLLM: banned ids, temperature, min_p, top_k, top_p, draw. Log-probabilities are those of the unchanged
-    logits. A request is read as of its span: more of it may be under way. On a GPU the host sends one message, and
-    waits for nothing.
+    Order, as in vLLM: grammars, banned ids, temperature, min_p, top_k, top_p, draw. Log-probabilities are those of the
+    unchanged logits; where nobody asks for any, grammars change the logits in place. A request is read as of its span:
+    more of it may be under way. On a GPU the host sends one message, one more for grammars, and waits for nothing.
     """
     params = [span.request.params for span in spans]
     parts: list[np.ndarray] = []
     drawing = not all(param.greedy for param in params)
     if drawing:
         parts += settings(spans)
-    banned = [(row, token) for row, span in enumerate(spans) for token in banned_token_ids(span)]
+    matcher = next((span.request.matcher for span in spans if span.request.matcher is not None), None)
+    banned = [
+        (row, token) for row, span in enumerate(spans) if not span.request.matcher for token in banned_token_ids(span)
+    ]
     if banned:
         parts += list(np.array(banned, np.int64).T)
     sent = send(parts, logits.device) if parts else []
     allowed = logits
+    if matcher is not None:
+        allowed = logits.clone() if any(param.logprobs is not None for param in params) else logits
+        matcher.mask(allowed, spans)
     if banned:
-        allowed = logits.index_put((sent[-2], sent[-1]), logits.new_full((), -torch.inf))
+        allowed = allowed.index_put((sent[-2], sent[-1]), logits.new_full((), -torch.inf))
     if drawing:
         seeds, positions, words = sent[:3]
         numbers = words.view(torch.float32).view(4, -1)

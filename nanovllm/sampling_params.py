@@ -33,7 +33,6 @@ NOT_YET: dict[str, object] = {
     "prompt_logprobs": None,
     "logprob_token_ids": None,
     "spaces_between_special_tokens": True,
-    "structured_outputs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
@@ -86,6 +85,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """For ``AsyncLLM``. ``LLM.generate`` gives FINAL_ONLY and ``LLM.stream`` DELTA, whatever is said here."""
     structured_outputs: Any = None
+    """A ``StructuredOutputsParams``, or a dict of its fields: the form that the text must have."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None

@@ -1,8 +1,9 @@
 """Layers that hold a matrix: linear ones, the embedding, and the head.
 
-``prepare(storage)`` is called once, when a layer's parameters have been loaded. It may rearrange them for the device
-and hold them in a narrower type, so the parameters themselves are gone afterwards. ``deterministic`` is an engine's
-option, see ``ops.linear.prepare``.
+``prepare(storage)`` is called when a layer's parameters have been loaded. It may rearrange them for the device and hold
+them in a narrower type, so the parameters themselves are gone afterwards. ``restore()`` brings them back, so that they
+can be written and prepared once more: on a GPU in the memory that recorded graphs read, on a CPU as a copy.
+``deterministic`` is an engine's option, see ``ops.linear.prepare``.
 """
 
 from collections.abc import Callable
@@ -30,10 +31,17 @@ class Linear(nn.Module):
 
     def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Take the weight in the form that the device likes best."""
-        assert self.weight is not None, "prepare() is called once"
+        assert self.weight is not None, "a layer is prepared twice"
         bias = None if self.bias is None else self.bias.data
         self._product = self.make_product(self.weight.data, bias, storage, deterministic=deterministic)
         self.weight = self.bias = None
+
+    def restore(self) -> None:
+        """Take back ``prepare``."""
+        assert self._product is not None, "a layer is restored before prepare()"
+        weight, bias = self._product.parameters()
+        self.weight, self.bias = _frozen(weight), None if bias is None else _frozen(bias)
+        self._product = None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Apply the layer to each row."""
@@ -89,6 +97,10 @@ class Embedding(nn.Module):
         if self.weight.device.type == "cpu":
             self.weight.data = self.weight.data.to(storage)
 
+    def restore(self) -> None:
+        """Take back ``prepare``."""
+        self.weight.data = self.table()
+
     def forward(self, token_ids: Int64[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
         """Look up each token."""
         return F.embedding(token_ids, self.weight).to(self._dtype)
@@ -110,9 +122,15 @@ class Head(nn.Module):
     def prepare(self, storage: torch.dtype, *, deterministic: bool = False) -> None:
         """Take the weight in the form that the device likes best; a tied embedding keeps its own copy."""
         weight = self._tied[0].table() if self._tied[0] is not None else self.weight
-        assert weight is not None, "prepare() is called once"
+        assert weight is not None, "the head is prepared twice"
         self._product = prepare(weight.data, None, storage, deterministic=deterministic)
         self.weight = None
+
+    def restore(self) -> None:
+        """Take back ``prepare``."""
+        if self._tied[0] is None and self._product is not None:
+            self.weight = _frozen(self._product.parameters()[0])
+        self._product = None
 
     def forward(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Return one row of logits for each row of hidden states; on a CPU at least float32.
@@ -125,4 +143,8 @@ class Head(nn.Module):
 
 
 def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    return _frozen(torch.empty(*shape))
+
+
+def _frozen(data: Tensor) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=False)

@@ -266,7 +266,7 @@ def test_too_many_inputs_for_a_norm_take_the_product_alone(monkeypatch):
 @each_residual
 def test_without_kernels_a_product_is_the_reference(with_residual):
     x, residual, gain, weight = arguments(3, 40, 14, torch.float32, with_residual)
-    product = Product(lambda rows: reference.linear(rows, weight))
+    product = Product(lambda rows: reference.linear(rows, weight), lambda: (weight, None))
     out, total = product.after_norm(x, residual, gain, EPS)
     expected, expected_total = reference.norm_linear(x, residual, gain, EPS, weight)
     close(out, expected)

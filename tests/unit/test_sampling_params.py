@@ -59,7 +59,7 @@ REFUSED = [
         for name, value in {
             "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_p": 0.1,
             "prompt_logprobs": 1, "logprob_token_ids": [1], "spaces_between_special_tokens": False,
-            "structured_outputs": {"regex": "a"}, "logit_bias": {1: 2.0}, "allowed_token_ids": [1], "bad_words": ["x"],
+            "logit_bias": {1: 2.0}, "allowed_token_ids": [1], "bad_words": ["x"],
         }.items()
     ),
     ("n", 0), ("n", 16_385), ("n", NAN), ("min_p", NAN), ("repetition_penalty", NAN),

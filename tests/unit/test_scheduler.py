@@ -41,6 +41,16 @@ def roll_out(prompt, *, max_tokens, pool_tokens, ignore_eos):
             return output, "length"
 
 
+class ShadowMatcher:
+    """Remembers what it accepted, and ends nothing."""
+
+    def __init__(self):
+        self.accepted = []
+
+    def accept(self, token_id):
+        self.accepted.append(token_id)
+
+
 class Broken(Exception):
     """What a runner raises when it is told to fail."""
 
@@ -120,6 +130,9 @@ class ShadowRunner:
         assert 0 <= span.start < span.stop <= known, "nothing to compute, so nothing to draw from"
         assert len(request.block_ids) * self.scheduler.blocks.block_size >= span.stop, "tokens without a block"
         assert span.samples == (span.stop == known)
+        if request.matcher is not None and span.samples:
+            output = self.tokens(request)[len(request.prompt_token_ids) :]
+            assert request.matcher.accepted == output, "drawn before the matcher knows all tokens"
 
     def read(self, request, start, stop):
         for place in range(start, stop):
@@ -151,6 +164,8 @@ class Job:
     """How many steps later it is aborted, if it has not ended by then."""
     abort_inside: bool
     """Abort it while the step runs, not before."""
+    structured: bool = False
+    """It has a matcher."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +211,7 @@ def draw(seed):
                 stream=dice.random() < 0.3,
                 abort=dice.randint(0, 25) if dice.random() < 0.2 else None,
                 abort_inside=dice.random() < 0.5,
+                structured=random.Random(1000 * seed + number).random() < 0.3,
             )
         )
     return Workload(
@@ -233,7 +249,7 @@ class Run:
         )
         self.runner = ShadowRunner(self.scheduler, work.lookahead)
         limits = Limits(max_model_len=1000, vocab_size=VOCAB, eos_token_ids=frozenset({END}))
-        self.engine = LLMEngine(self.scheduler, self.runner, limits)
+        self.engine = LLMEngine(self.scheduler, self.runner, limits, make_matcher=lambda params: ShadowMatcher())
         self.requests: dict[str, Request] = {}
         self.streamed: dict[str, list[int]] = {}
         self.record = Record()
@@ -268,11 +284,16 @@ class Run:
 
     def most_steps(self):
         """B3: every step computes a token or ends a request, and a token is computed once between preemptions."""
-        work = sum(request.num_tokens * (request.num_preemptions + 1) for request in self.requests.values())
+        work = sum(
+            request.num_tokens * (request.num_preemptions + (1 if request.matcher is None else 2))
+            for request in self.requests.values()
+        )
         return 15 + work + 2 * len(self.work.jobs) + len(self.work.interrupts)
 
     def add(self, job):
-        params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=job.ignore_eos)
+        params = SamplingParams(
+            max_tokens=job.max_tokens, ignore_eos=job.ignore_eos, structured_outputs={} if job.structured else None
+        )
         fits = len(job.prompt) <= self.work.pool_tokens
         try:
             self.requests[job.name] = self.engine.add_request(

@@ -19,15 +19,15 @@ def prepare(weight: Tensor, bias: Tensor | None, storage: torch.dtype, *, determ
     (``gated_after_norm``), where one kernel may do for all. ``storage`` is the type the weight is held in. On a CPU
     it may be float16 below a float32 weight; a weight out of its range, or a build of torch that cannot, keeps
     float32. ``deterministic``: on a GPU a row gives the same bits whatever rows come with it. The weight itself may
-    be dropped afterwards, and must not change.
+    be dropped afterwards; on a GPU it is not copied, and a change of it there is a change of the layer.
     """
     if weight.device.type == "cpu" and weight.numel():
         if storage is torch.float16 and fbgemm.available() and fbgemm.fits(weight):
-            return Product(fbgemm.prepare(weight, bias))
+            return fbgemm.prepare(weight, bias)
         if onednn.available(weight.dtype):
-            return Product(onednn.prepare(weight, bias))
+            return onednn.prepare(weight, bias)
     if deterministic and invariant.available(weight):
-        return Product(invariant.prepare(weight, bias))
+        return invariant.prepare(weight, bias)
     if few_rows.available(weight):
         return few_rows.FewRows(weight, bias)
-    return Product(partial(linear, weight=weight, bias=bias))
+    return Product(partial(linear, weight=weight, bias=bias), lambda: (weight, bias))

@@ -5,10 +5,10 @@ weight to float32 in registers and multiplies and adds in float32: the one round
 which a bfloat16 weight (8 bits) does not even notice. Rows do not depend on each other.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from nanovllm.ops.linear.product import Product
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -23,7 +23,7 @@ def fits(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and bool(weight.abs().amax() <= LARGEST)
 
 
-def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def prepare(weight: Tensor, bias: Tensor | None) -> Product:
     """Return the layer as a function of its float32 input; holds the weight in FBGEMM's own layout."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
     multiply = torch.ops.quantized.linear_dynamic_fp16.default
@@ -32,4 +32,8 @@ def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         out: Tensor = multiply(x, packed)
         return out
 
-    return product
+    def parameters() -> tuple[Tensor, Tensor | None]:
+        unpacked, _ = torch.ops.quantized.linear_unpack_fp16(packed)
+        return unpacked, bias
+
+    return Product(product, parameters)

@@ -38,7 +38,8 @@ class FewRows(Product):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         from nanovllm.ops.linear import kernel, tile_kernel
 
-        self.kernel, self.tile_kernel, self.weight, self.bias = kernel, tile_kernel, weight.contiguous(), bias
+        weight = weight.contiguous()
+        self.kernel, self.tile_kernel, self.weight, self.bias = kernel, tile_kernel, weight, bias
         long = weight.shape[1] > LONG
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
         self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, kernel.FEW)
@@ -47,7 +48,8 @@ class FewRows(Product):
         tiles = not long and weight.shape[0] < WIDE and weight.element_size() == 2
         self.tile_rows = TILE_ROWS if tiles else self.rows
         # not a method of its own: an object that refers to itself would hold the weight until the next collection
-        super().__init__(partial(_multiply, weight=self.weight, bias=bias, rows=self.rows, tile_rows=self.tile_rows))
+        multiply = partial(_multiply, weight=weight, bias=bias, rows=self.rows, tile_rows=self.tile_rows)
+        super().__init__(multiply, lambda: (weight, bias))
         torch.cuda.synchronize(weight.device)  # from now on a kernel may read the weight before it waits for others
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ row count tried gives bit for bit the same row in float32; packed for 1 row, the
 In bfloat16 that depends on the processor.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.ops.linear.product import Product
 
 ROWS = 32
 """How many rows the packing is laid out for."""
@@ -24,7 +24,7 @@ def available(dtype: torch.dtype) -> bool:
     return torch._C._has_mkldnn and dtype in (torch.float32, torch.bfloat16)
 
 
-def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def prepare(weight: Tensor, bias: Tensor | None) -> Product:
     """Return the layer as a function of its input; holds a copy of the weight in oneDNN's own layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
     multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -36,4 +36,4 @@ def prepare(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         out: Tensor = multiply(x, packed, bias, "none", [], "")
         return out[:rows]
 
-    return product
+    return Product(product, lambda: (packed.to_dense(), bias))

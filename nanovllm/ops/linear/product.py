@@ -9,10 +9,16 @@ from nanovllm.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class Product:
-    """x weight^T + bias as a function of x; whatever surrounds it is computed by operations of their own."""
+    """x weight^T + bias as a function of x; whatever surrounds it is computed by operations of their own.
 
-    def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
+    ``parameters`` returns weight and bias again: the memory that ``multiply`` reads, or a copy if that is packed.
+    """
+
+    def __init__(
+        self, multiply: Callable[[Tensor], Tensor], parameters: Callable[[], tuple[Tensor, Tensor | None]]
+    ) -> None:
         self.multiply = multiply
+        self.parameters = parameters
 
     def __call__(self, x: Tensor) -> Tensor:
         """See ``reference.linear``."""
