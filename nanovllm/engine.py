@@ -12,12 +12,12 @@ On a GPU a step is decided and submitted while the one before it still runs, so 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.request import Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
@@ -230,12 +230,12 @@ class LLMEngine:
         tokens = request.token_ids[len(request.prompt_token_ids) + request.num_sent_tokens :]
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = [self._decoded(entry) for entry in request.logprobs[request.num_sent_tokens :]]
+            logprobs = request.logprobs.since(request.num_sent_tokens, self._decode_token)
         completion = CompletionOutput(
             index=0,
             text=text,
             token_ids=tokens,
-            cumulative_logprob=_total(request) if logprobs is not None else None,
+            cumulative_logprob=request.logprobs.total() if logprobs is not None else None,
             logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
@@ -252,22 +252,12 @@ class LLMEngine:
             num_cached_tokens=request.num_cached_tokens,
         )
 
-    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self._decode_token is None:
-            return logprobs
-        return {id_: replace(entry, decoded_token=self._decode_token(id_)) for id_, entry in logprobs.items()}
-
 
 def derive_seed(seed: int, arrival: int) -> int:
     """Mix the engine's seed and a request's number into a seed of 63 bits (the finaliser of SplitMix64)."""
     mixed = (seed * 0x9E3779B97F4A7C15 + arrival + 1) * 0xBF58476D1CE4E5B9 % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64
     return (mixed ^ (mixed >> 29)) % 2**63
-
-
-def _total(request: Request) -> float:
-    """Sum the log-probabilities of the drawn tokens; the drawn one is the first of each dict."""
-    return sum(next(iter(entry.values())).logprob for entry in request.logprobs)
 
 
 def _refuse(name: str, value: object, rule: str) -> None:

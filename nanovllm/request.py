@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from nanovllm.outputs import Logprob
+from nanovllm.outputs import Logprob, Logprobs, Scores
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -29,13 +29,18 @@ class TextBuilder(Protocol):
         """No more tokens come: give out what was held back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What the model runner drew for one request."""
 
     token_id: int
-    logprobs: dict[int, Logprob] | None = None
-    """The drawn token first, then the best ones, if the request asked for them."""
+    scores: Scores | None = None
+    """What the step knows of log-probabilities, if the request asked for them: it is that of ``row``."""
+    row: int = 0
+
+    @property
+    def logprobs(self) -> dict[int, Logprob] | None:
+        """The drawn token first, then the best ones, if the request asked for them."""
+        return None if self.scores is None else self.scores.entry(self.row)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -86,7 +91,7 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
     num_sent_tokens: int = 0
     num_sent_chars: int = 0
     """How much of the output a streaming request has given out."""
@@ -131,8 +136,8 @@ class Request:
         """
         token = sampled.token_id
         self.token_ids.append(token)
-        if sampled.logprobs is not None:
-            self.logprobs.append(sampled.logprobs)
+        if sampled.scores is not None:
+            self.logprobs.append(sampled.scores, sampled.row)
         may_stop = self.num_output_tokens >= self.params.min_tokens
         if token in self.eos_token_ids:
             self.finish_reason = "stop"

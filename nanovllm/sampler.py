@@ -38,17 +38,43 @@ class Samples:
         tokens: list[int] = self.tokens.tolist()
         if not self.logprobs:
             return [Sampled(token) for token in tokens]
-        own, ranks, values, ids = (each.tolist() for each in self.logprobs)
-        result = []
-        for row, (token, number) in enumerate(zip(tokens, self.numbers, strict=True), -self.first):
-            found = None
-            if number is not None:
-                found = {token: Logprob(own[row], ranks[row])}
-                for place, (value, other) in enumerate(zip(values[row][:number], ids[row], strict=False), 1):
-                    if other != token:
-                        found[other] = Logprob(value, place)
-            result.append(Sampled(token, found))
-        return result
+        # copies: requests keep them for long, and the memory of a copy from the device is pinned
+        own, ranks, values, ids = (each.numpy(force=True).copy() for each in self.logprobs)
+        scores = StepScores(tokens, self.numbers, self.first, own, ranks, values, ids)
+        return [
+            Sampled(token) if number is None else Sampled(token, scores, row)
+            for row, (token, number) in enumerate(zip(tokens, self.numbers, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepScores:
+    """The log-probabilities of one step, as they came from the device. Implements ``outputs.Scores``."""
+
+    tokens: list[int]
+    numbers: Sequence[int | None]
+    first: int
+    """Row of the step to which the first rows of the arrays belong."""
+    owns: np.ndarray
+    ranks: np.ndarray
+    values: np.ndarray
+    ids: np.ndarray
+
+    def own(self, row: int) -> float:
+        """Return the log-probability of the token drawn in a row."""
+        return float(self.owns[row - self.first])
+
+    def entry(self, row: int) -> dict[int, Logprob]:
+        """Return the token drawn in a row, then the best ones that the row asked for, without the drawn one."""
+        token, place = self.tokens[row], row - self.first
+        best = slice(self.numbers[row])
+        found = {token: Logprob(float(self.owns[place]), int(self.ranks[place]))}
+        for rank, (value, other) in enumerate(
+            zip(self.values[place, best].tolist(), self.ids[place, best].tolist(), strict=True), 1
+        ):
+            if other != token:
+                found[other] = Logprob(value, rank)
+        return found
 
 
 def sample(logits: Float[Tensor, "rows vocab"], spans: Sequence[Span]) -> Samples:

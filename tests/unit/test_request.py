@@ -48,10 +48,18 @@ def test_a_new_request():
     assert new != request(), "two requests are two, however alike"
 
 
+class Scores(dict):
+    """The entry of each row of a step."""
+
+    entry = dict.__getitem__
+
+
 def test_tokens_are_kept_with_their_logprobs():
     asked = request()
     entry = {3: Logprob(-0.5, 1)}
-    asked.append(Sampled(3, entry))
+    sampled = Sampled(3, Scores({5: entry}), 5)
+    assert sampled.logprobs == entry and Sampled(3).logprobs is None
+    asked.append(sampled)
     asked.append(Sampled(4))
     assert (asked.output_token_ids, asked.num_tokens, asked.logprobs) == ([3, 4], 4, [entry])
     assert asked.prompt_token_ids == [5, 6]
