@@ -22,7 +22,7 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [f"nanovllm.{part}" for part in ("batch", "kv_cache", "sampler", "layers", "models")]
     + [f"nanovllm.ops.{op}.reference" for op in ("activation", "attention", "linear", "rms_norm", "rotary", "sample")]
-    + [f"nanovllm.ops.{op}.reference" for op in ("store_kvcache", "rotate_and_store", "take_tokens")],
+    + [f"nanovllm.ops.{op}.reference" for op in ("store_kvcache", "rotate_and_store", "take_tokens", "penalize")],
     "beartype.beartype",
 )
 

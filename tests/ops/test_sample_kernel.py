@@ -322,8 +322,13 @@ def test_more_listed_work_than_programs(monkeypatch):
 def test_log_probs_are_those_of_the_reference(vocab, dtype, number):
     logits = torch.randn(4, vocab + 3, device=DEVICE).to(dtype)[:, 1 : vocab + 1]
     tokens = torch.tensor([0, vocab - 1, vocab // 2, int(logits[3].argmax())], device=DEVICE)
-    own, ranks, values, ids = kernel.log_probs(logits, tokens, number)
-    expected = reference.log_probs(logits, tokens, number)
+    given = torch.arange(8, device=DEVICE).view(4, 2) % vocab
+    own, ranks, values, ids, named = kernel.log_probs(logits, tokens, number, given)
+    expected = reference.log_probs(logits, tokens, number, given)
+    torch.testing.assert_close(named, expected[4], rtol=0, atol=2e-6 * 16)
+    bare = kernel.log_probs(logits, tokens, number, given, normalized=False)
+    wanted = reference.log_probs(logits, tokens, number, given, normalized=False)
+    assert all(torch.equal(bare[place], wanted[place]) for place in (0, 1, 2, 4)) and torch.equal(bare[3], ids)
     torch.testing.assert_close((own, values), (expected[0], expected[2]), rtol=0, atol=2e-6 * 16)
     assert torch.equal(ranks, expected[1])
     # of equals the lowest id first
@@ -335,7 +340,7 @@ def test_log_probs_of_missing_tokens():
     logits = torch.full((2, 70), -INF, device=DEVICE)
     logits[0, 5] = 2.0
     logits[1] = torch.tensor([-0.0, 0.0], device=DEVICE).repeat(35)
-    own, ranks, values, ids = kernel.log_probs(logits, ints(3, 9), 3)
+    own, ranks, values, ids, _ = kernel.log_probs(logits, ints(3, 9), 3)
     assert own.tolist() == pytest.approx([-INF, -math.log(70)])
     assert ranks.tolist() == [2, 1]
     assert ids.tolist() == [[5, 0, 1], [0, 1, 2]]
@@ -443,6 +448,6 @@ def test_choices_and_log_probs_can_be_recorded():
 def test_no_rows():
     none = torch.zeros(0, device=DEVICE)
     assert kernel.lowest_kept(torch.zeros(0, 5, device=DEVICE), none, none.int(), none, none).shape == (0,)
-    assert [len(each) for each in kernel.log_probs(torch.zeros(0, 5, device=DEVICE), ints(), 3)] == [0] * 4
+    assert [len(each) for each in kernel.log_probs(torch.zeros(0, 5, device=DEVICE), ints(), 3)] == [0] * 5
     assert kernel.greedy(torch.zeros(0, 5, device=DEVICE)).shape == (0,)
     assert kernel.draw(torch.zeros(0, 5, device=DEVICE), ints(), ints()).shape == (0,)

@@ -447,17 +447,23 @@ def log_probs_of_chunk_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def log_probs_of_row_kernel(
-    logits, tokens, sums, best, own_out, rank_out, values, ids, logits_row, chunks,
-    NUMBER: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, tokens, sums, best, given, own_out, rank_out, values, ids, named, logits_row, chunks,
+    NUMBER: tl.constexpr, GIVEN: tl.constexpr, NORMALIZED: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bring one row's chunks together: each has ``NUMBER`` of its best, and so many come out."""
+    """Bring one row's chunks together: each has ``NUMBER`` of its best, and so many come out; and so do the given."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     at = sums + (row * chunks + chunk) * 3
     tops = tl.load(at, chunk < chunks, -3.4028234663852886e38)
     parts = tl.load(at + 1, chunk < chunks, 0.0)
     top = tl.max(tops, 0)
-    total = top + tl.log(tl.sum(parts * tl.exp2((tops - top) * 1.4426950408889634), 0))
+    total = 0.0
+    if NORMALIZED:
+        total = top + tl.log(tl.sum(parts * tl.exp2((tops - top) * 1.4426950408889634), 0))
+    for place in range(GIVEN):
+        asked = tl.load(given + row * GIVEN + place)
+        score = tl.load(logits + row * logits_row + asked).to(tl.float32)
+        tl.store(named + row * GIVEN + place, score - total)
     own = tl.load(logits + row * logits_row + tl.load(tokens + row)).to(tl.float32)
     tl.store(own_out + row, own - total)
     tl.store(rank_out + row, 1 + tl.sum(tl.load(at + 2, chunk < chunks, 0.0), 0).to(tl.int64))
@@ -547,15 +553,19 @@ def _search(
     )  # fmt: skip
 
 
-def log_probs(logits: Tensor, tokens: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_probs(
+    logits: Tensor, tokens: Tensor, number: int, given: Tensor | None = None, *, normalized: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``reference.log_probs``; the lowest id first among equals. ``number`` is at most ``MOST_LOGPROBS``."""
     rows, vocab = logits.shape
     device = logits.device
     kept = min(number, vocab)
+    given = tokens.new_empty(rows, 0) if given is None else given
     own = torch.empty(rows, dtype=torch.float32, device=device)
     ranks = torch.empty(rows, dtype=torch.int64, device=device)
     values = torch.empty(rows, kept, dtype=torch.float32, device=device)
     ids = torch.empty(rows, kept, dtype=torch.int64, device=device)
+    named = torch.empty(given.shape, dtype=torch.float32, device=device)
     if rows:
         chunks = triton.cdiv(vocab, CHUNK.value)
         sums = torch.empty(rows, chunks, 3, dtype=torch.float32, device=device)
@@ -565,11 +575,12 @@ def log_probs(logits: Tensor, tokens: Tensor, number: int) -> tuple[Tensor, Tens
             NUMBER=kept, NARROW=SHIFTS[logits.dtype] >= 13, num_warps=WARPS, **FUSED,
         )  # fmt: skip
         log_probs_of_row_kernel[(rows,)](
-            logits, tokens, sums, best, own, ranks, values, ids, logits.stride(0), chunks, NUMBER=kept,
+            logits, tokens, sums, best, given, own, ranks, values, ids, named, logits.stride(0), chunks,
+            NUMBER=kept, GIVEN=given.shape[1], NORMALIZED=normalized,
             CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(max(chunks * kept, 1)),
             num_warps=4, **FUSED,
         )  # fmt: skip
-    return own, ranks, values, ids
+    return own, ranks, values, ids, named
 
 
 class Draw:
