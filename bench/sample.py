@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanovllm.ops import sample
 from nanovllm.ops.kernels import TRITON
+from nanovllm.ops.penalize import penalize, reference
 
 VOCAB = 151_936
 ROWS = (1, 8, 64, 256)
@@ -40,6 +41,9 @@ KINDS: dict[str, tuple[float, int, float]] = {
 }
 FILTERED = [name for name, (_, top_k, top_p) in KINDS.items() if top_k or top_p < 1]
 LOG_PROBS = f"{LOGPROBS} log-probabilities"
+HELD = 1000
+"""Tokens that each request holds, all different."""
+PENALTIES = f"penalties of {HELD} tokens, copy included"
 
 
 def logits(rows: int, name: str = "") -> Tensor:
@@ -58,8 +62,26 @@ def caller(name: str, rows: int) -> Callable[[Tensor], object]:
     numbers = torch.arange(rows, device="cuda")
     if name == LOG_PROBS:
         return lambda scores: sample.log_probs(scores, numbers, LOGPROBS)
+    if name == PENALTIES:
+        given = held(rows)
+        return lambda scores: penalized(scores, given)
     values = settings(name, rows)
     return lambda scores: sample.choose(scores, *values, numbers, 3 * numbers, filtered=name in FILTERED)
+
+
+def held(rows: int) -> tuple[Tensor, ...]:
+    """Rows, words, edges, pending tokens and strengths, as ``penalize`` takes them."""
+    numbers = torch.arange(rows, device="cuda")
+    words = (torch.arange(HELD, device="cuda") * 97 + 2**32).repeat(rows)
+    edges = torch.arange(rows + 1, device="cuda") * HELD
+    return numbers, words, edges, numbers, torch.tensor([[1.1], [0.2], [0.3]], device="cuda").repeat(1, rows)
+
+
+def penalized(scores: Tensor, given: tuple[Tensor, ...], door: Callable[..., None] = penalize) -> Tensor:
+    """What the sampler does about penalties: a copy in float32, changed where tokens have been."""
+    copied = scores.to(torch.float32, copy=True)
+    door(copied, *given)
+    return copied
 
 
 def check(rows: int) -> None:
@@ -78,6 +100,8 @@ def check(rows: int) -> None:
         )
         # the two best scores of a row may tie to the last bits
         assert int((found != expected).sum()) <= rows // 30, f"{name}, {rows} rows"
+    found, expected = (penalized(scores, held(rows), door) for door in (penalize, reference.penalize))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=PENALTIES)
     found, expected = (door.log_probs(scores, numbers, LOGPROBS) for door in (sample, sample.reference))
     for one, other in zip(found[:3], expected[:3], strict=True):  # ids of equal logits may come in any order
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
@@ -104,7 +128,7 @@ def main() -> None:
     print("| microseconds (share of the copy bandwidth), rows: | " + " | ".join(map(str, ROWS)) + " |")
     print("| --- |" + " --- |" * len(ROWS))
     table: dict[str, dict[int, dict[str, float]]] = {}
-    for name in (*KINDS, LOG_PROBS):
+    for name in (*KINDS, LOG_PROBS, PENALTIES):
         table[name] = {}
         for rows in ROWS:
             num_bytes = rows * VOCAB * 2

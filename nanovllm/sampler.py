@@ -248,7 +248,7 @@ def banned_token_ids(span: Span) -> frozenset[int]:
     ones of bad words whose others stand at the end of the output.
     """
     request = span.request
-    banned = {word[-1] for word in request.bad_words if len(word) == 1 or (known(span) and _ends_with(span, word[:-1]))}
+    banned = {word[-1] for word in request.bad_words if _ends_with(span, word[:-1])}
     if _too_short(span):
         banned |= request.eos_token_ids.union(request.params.stop_token_ids or ())
     return frozenset(banned)
@@ -264,7 +264,7 @@ def unsettled_bans(span: Span) -> list[tuple[int, int]]:
 
 
 def _ends_with(span: Span, tokens: tuple[int, ...]) -> bool:
-    """Whether the output, as of a span, ends with these tokens."""
+    """Whether the output, as of a span, is known to end with these tokens."""
     start = span.stop - len(tokens)
     if start < len(span.request.prompt_token_ids):
         return not tokens

@@ -423,3 +423,14 @@ def test_drawing_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert len(drawn.sampled()) == len(KINDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(10))
+def test_a_gpu_changes_logits_as_a_cpu_does(seed):
+    draw = random.Random(seed)
+    logits = torch.randn(12, VOCAB) * 3
+    both = spans([random_request(draw, place) for place in range(12)])
+    torch.testing.assert_close(
+        adjusted(logits.cuda(), both, None).cpu(), adjusted(logits, both, None), rtol=0, atol=1e-5
+    )

@@ -31,9 +31,9 @@ def penalize_kernel(
     presence = tl.load(strengths + 2 * number + place)
     logits += tl.load(rows + place) * logits_row  # int64: row * vocab passes 2**31
     extra = tl.load(pending + place)
-    end = tl.load(edges + place + 1)
+    end = tl.load(edges + place + 1).to(tl.int32)
     found = 0
-    for first in range(tl.load(edges + place), end, BLOCK):
+    for first in range(tl.load(edges + place).to(tl.int32), end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < end
         word = tl.load(words + at, inside, -1)

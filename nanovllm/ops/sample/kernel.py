@@ -505,7 +505,7 @@ def choose(
     )  # fmt: skip
     list_kernel[(1,)](
         top_k, top_p, verdicts, sums, listed, count, vocab, rows,
-        ROWS=triton.next_power_of_2(rows), CHUNKS=chunks, num_warps=WARPS, **FUSED,
+        ROWS=triton.next_power_of_2(max(rows, 128)), CHUNKS=chunks, num_warps=WARPS, **FUSED,
     )  # fmt: skip
     lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _search(logits, settings, drawn, listed, count, lowest)
