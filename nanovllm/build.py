@@ -147,6 +147,7 @@ def build(config: EngineConfig) -> Built:
         make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
         make_matcher=None if tokenizer is None else _matchers(tokenizer, limits.eos_token_ids),
+        encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
     return Built(engine, tokenizer, facts, checkpoint.generation_config, model)
 
@@ -161,6 +162,7 @@ def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, re
         enforce_eager=config.enforce_eager,
         record_ahead=record_ahead,
         deterministic=facts.deterministic,
+        logprobs_mode=config.logprobs_mode,
     )
     if config.compile:  # now, for graphs are recorded in the first step
         find(f"{COMPILER}:warm_up")(runner)

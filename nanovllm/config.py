@@ -32,6 +32,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "generation_config": ("auto", "vllm"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
 }
 LEAST = dict.fromkeys(
     ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
@@ -104,6 +105,9 @@ class EngineConfig:
     """"auto": take default sampling parameters from the model's generation_config.json; "vllm": do not."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for at each token; -1: no limit."""
+    logprobs_mode: str = "raw_logprobs"
+    """Of what log-probabilities are: "raw_logprobs" of the model's logits, "processed_logprobs" of those that are drawn
+    from, after all that the sampling parameters do; "raw_logits" and "processed_logits" return these themselves."""
     quantization: str | None = None
     use_tqdm_on_load: bool = True
 

@@ -24,7 +24,7 @@ from nanovllm.batch import Batch, Drawn
 from nanovllm.kv_cache import KVCache
 from nanovllm.ops.sample import choose
 from nanovllm.ops.take_tokens import take_tokens
-from nanovllm.sampler import Samples, banned_token_ids, filters, sample, settings
+from nanovllm.sampler import Samples, filters, plain, sample, settings
 from nanovllm.scheduler import Span
 
 logger = logging.getLogger(__name__)
@@ -116,12 +116,14 @@ class DecodeGraphs:
     def __init__(
         self, model: Any, cache: KVCache, backend: Any, *,
         max_requests: int, max_model_len: int, deterministic: bool = False, ahead: bool = True,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache
         self.backend = backend
         self.deterministic = deterministic
         self.ahead = ahead
+        self.logprobs_mode = logprobs_mode
         self.sizes = [size for size in SIZES if size < max_requests]
         self.sizes.append(next((size for size in SIZES if size >= max_requests), SIZES[-1]))
         device, max_blocks = cache.data.device, -(-max_model_len // cache.block_size)
@@ -151,13 +153,11 @@ class DecodeGraphs:
     def run(self, spans: Sequence[Span]) -> Samples:
         """Compute a step that ``fits``, and draw. The tokens may lie in memory that the next step overwrites."""
         params = [span.request.params for span in spans]
-        plain = not any(
-            span.request.matcher or span.request.params.logprobs is not None or banned_token_ids(span) for span in spans
-        )
+        chosen = all(map(plain, spans))
         rows = next(size for size in self.sizes if size >= len(spans))
         here = self._here[self._steps % len(self._here)]
         cuts, words = self._write(here, spans, rows)
-        key = Key(rows, cuts, samples=plain, filters=plain and any(map(filters, params)))
+        key = Key(rows, cuts, samples=chosen, filters=chosen and any(map(filters, params)))
         if key not in self._recorded:
             self._record(key)
         used = slice(0 if cuts.shared else here.lead, words)
@@ -166,7 +166,7 @@ class DecodeGraphs:
         graph.replay()
         self._steps += 1
         result = result[: len(spans)]
-        return Samples(result, ()) if plain else sample(result, spans)
+        return Samples(result, ()) if chosen else sample(result, spans, self.drawn, logprobs_mode=self.logprobs_mode)
 
     def _write(self, message: Message, spans: Sequence[Span], rows: int) -> tuple[Cuts, int]:
         """Fill in a message; return how contexts are cut, and its words."""

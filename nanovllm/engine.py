@@ -12,12 +12,12 @@ On a GPU a step is decided and submitted while the one before it still runs, so 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.request import Matcher, Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
@@ -58,8 +58,9 @@ class LLMEngine:
     ``LLM.llm_engine`` is one. Call ``add_request`` at any time, ``step`` while ``has_unfinished_requests``, and
     ``abort`` for what nobody wants any more; docs/requests.md has an example.
 
-    ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token;
-    both None if only ids are wanted. ``make_matcher`` returns what holds a request to its ``structured_outputs``.
+    ``make_builder`` returns what turns one request's tokens into text, ``decode_token`` the text of one token,
+    ``encode`` the tokens of a text, without special ones; all None if only ids are wanted. ``make_matcher`` returns
+    what holds a request to its ``structured_outputs``.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LLMEngine:
         make_builder: Callable[[SamplingParams], TextBuilder] | None = None,
         decode_token: Callable[[int], str] | None = None,
         make_matcher: Callable[[SamplingParams], Matcher] | None = None,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
@@ -78,6 +80,7 @@ class LLMEngine:
         self._make_builder = make_builder
         self._decode_token = decode_token
         self._make_matcher = make_matcher
+        self._encode = encode
         self._requests: dict[str, list[Request]] = {}  # by name: the samples of one prompt, mostly one
         self._ended: list[Request] = []  # not yet given out
         self._streaming: dict[Request, None] = {}  # have something new that is not yet given out
@@ -133,6 +136,7 @@ class LLMEngine:
                 eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
                 seed=sample_seed(seed, index),
                 arrival=arrival,
+                bad_words=self._encoded(params),
                 priority=priority,
                 cache_salt=cache_salt,
                 builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
@@ -251,11 +255,14 @@ class LLMEngine:
         if blocks.blocks_for(len(tokens)) > blocks.num_blocks:
             _refuse("prompt", f"{len(tokens)} tokens long", f"must fit the cache of {blocks.num_blocks} blocks of "
                     f"{blocks.block_size} tokens; shorten it, or give the cache more memory")  # fmt: skip
-        for token in params.stop_token_ids or ():
-            if token >= limits.vocab_size:
-                _refuse("stop_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
-        if params.logprobs is not None and 0 <= limits.max_logprobs < params.logprobs:
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= limits.vocab_size:
+                    _refuse(name, token, f"must hold integers from 0 to {limits.vocab_size - 1}")
+        asked = limits.vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if 0 <= limits.max_logprobs < asked:
             _refuse("logprobs", params.logprobs, f"must not exceed max_logprobs={limits.max_logprobs}")
+        self._check_something_is_left(params)
         if params.stop_strings and self._make_builder is None:
             _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
         if params.structured_outputs is not None and self._make_matcher is None:
@@ -264,6 +271,24 @@ class LLMEngine:
             _refuse("priority", priority, "must be an integer; smaller goes first")
         if not isinstance(cache_salt, str):
             _refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
+
+    def _check_something_is_left(self, params: SamplingParams) -> None:
+        if params.bad_words and self._encode is None:
+            _refuse("bad_words", params.bad_words, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
+        left = set(params.allowed_token_ids or ()) - {word[0] for word in self._encoded(params) if len(word) == 1}
+        if params.min_tokens:
+            left -= self.limits.eos_token_ids if not params.ignore_eos else set()
+            left.difference_update(params.stop_token_ids or ())
+        if params.allowed_token_ids and not left:
+            _refuse("allowed_token_ids", params.allowed_token_ids, "must hold more than bad_words, and than end ids if "
+                    "there is a min_tokens")  # fmt: skip
+
+    def _encoded(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return bad words as tokens: as they begin a text, and as they follow a space; vLLM bans both too."""
+        if self._encode is None:
+            return ()
+        texts = (space + word.lstrip() for word in params.bad_words or () for space in ("", " "))
+        return tuple({tokens: None for text in texts if (tokens := tuple(self._encode(text)))})
 
     def _output(self, news: Sequence[Request], samples: Sequence[Request] | None = None) -> RequestOutput:
         """Build what the caller gets of ``samples``: those of ``news``, by index."""
@@ -282,9 +307,9 @@ class LLMEngine:
         text = "" if request.builder is None else request.builder.since(request.num_sent_chars)
         tokens = request.token_ids[len(request.prompt_token_ids) + request.num_sent_tokens :]
         logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = [self._decoded(entry) for entry in request.logprobs[request.num_sent_tokens :]]
-            request.sent_logprob += sum(next(iter(entry.values())).logprob for entry in logprobs)  # the drawn one's
+        if request.params.num_logprobs is not None:
+            logprobs = request.logprobs.since(request.num_sent_tokens, self._decode_token)
+            request.sent_logprob += logprobs.total()
         completion = CompletionOutput(
             index=request.index,
             text=text,
@@ -298,11 +323,6 @@ class LLMEngine:
             request.num_sent_tokens = request.num_output_tokens
             request.num_sent_chars += len(text)
         return completion
-
-    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self._decode_token is None:
-            return logprobs
-        return {id_: replace(entry, decoded_token=self._decode_token(id_)) for id_, entry in logprobs.items()}
 
 
 def derive_seed(seed: int, arrival: int) -> int:

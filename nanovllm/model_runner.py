@@ -37,19 +37,21 @@ class ModelRunner:
         enforce_eager: bool = False,
         record_ahead: bool = True,
         deterministic: bool = False,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         device = cache.data.device
         self.model = model
         self.cache = cache
         self.backend = backend
         self.deterministic = deterministic
+        self.logprobs_mode = logprobs_mode
         self.lookahead = 1 if device.type == "cuda" else 0
         self._graphs = None
         if device.type == "cuda" and not enforce_eager and hasattr(backend, "graph_plan"):
             self._graphs = DecodeGraphs(
                 model, cache, backend,
                 max_requests=max_requests, max_model_len=max_model_len,
-                deterministic=deterministic, ahead=record_ahead,
+                deterministic=deterministic, ahead=record_ahead, logprobs_mode=logprobs_mode,
             )  # fmt: skip
         self._drawn = self._graphs.drawn if self._graphs else Drawn(max_requests, device)
 
@@ -72,7 +74,8 @@ class ModelRunner:
             hidden = self.model(batch, self.cache)
             if not drawing:
                 return lambda: [None] * len(output.spans)
-            samples = sample(self.model.logits(hidden[batch.sample_rows]), drawing)
+            logits = self.model.logits(hidden[batch.sample_rows])
+            samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
         if not self.lookahead:
             return _dealer(output.spans, samples)
         self._drawn.keep(drawing, samples.tokens)

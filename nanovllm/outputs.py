@@ -1,21 +1,95 @@
 """What comes back: one RequestOutput for each prompt, in vLLM's shape and with nano-vllm's item view."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, overload
 
 
 @dataclass(slots=True)
 class Logprob:
-    """The natural logarithm of one token's probability, before temperature and filters.
-
-    Not frozen, as the others are: a frozen one takes four times as long to make, and a step may make thousands.
-    """
+    """The natural logarithm of one token's probability, before temperature and filters."""
 
     logprob: float
     rank: int | None = None
     """1 for the most likely token of the vocabulary."""
     decoded_token: str | None = None
+
+
+class Scores(Protocol):
+    """What one step found out about its rows, in arrays: objects are made for those alone that somebody reads."""
+
+    def entry(self, row: int) -> dict[int, Logprob]:
+        """Return the drawn token and the best ones of a row, the drawn one first."""
+
+    def own(self, row: int) -> float:
+        """Return the log-probability of the drawn token of a row."""
+
+
+class Logprobs(Sequence[dict[int, Logprob]]):
+    """One dict for each token of a request, the drawn token first: a list that is made when it is read.
+
+    256 requests with 5 log-probabilities would be 1,800 new objects a step, and as many for the garbage collector to
+    look through; most are never read. Each reading makes a new dict, so changing one changes nothing here. Equal to a
+    list of the same dicts, sliced, added and pickled as one. It keeps the arrays of its steps alive, those of other
+    requests' rows too (some 100 bytes a row).
+    """
+
+    __slots__ = ("_decode", "_rows", "_steps")
+
+    def __init__(
+        self, steps: Sequence[Scores] = (), rows: Sequence[int] = (), decode: Callable[[int], str] | None = None
+    ) -> None:
+        self._steps = list(steps)
+        self._rows = list(rows)
+        self._decode = decode
+
+    def append(self, step: Scores, row: int) -> None:
+        """Add what a step found out about one of its rows."""
+        self._steps.append(step)
+        self._rows.append(row)
+
+    def since(self, start: int, decode: Callable[[int], str] | None) -> "Logprobs":
+        """Return the dicts from ``start`` on as a list of their own, whose tokens get their text from ``decode``."""
+        return Logprobs(self._steps[start:], self._rows[start:], decode)
+
+    def total(self) -> float:
+        """Return the sum of the drawn tokens' log-probabilities. For those of a whole request, in its order."""
+        return sum(step.own(row) for step, row in zip(self._steps, self._rows, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Logprobs": ...
+    def __getitem__(self, place: int | slice) -> "dict[int, Logprob] | Logprobs":
+        if isinstance(place, slice):
+            return Logprobs(self._steps[place], self._rows[place], self._decode)
+        entry = self._steps[place].entry(self._rows[place])
+        if self._decode is not None:
+            for token, found in entry.items():
+                found.decoded_token = self._decode(token)
+        return entry
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, Logprobs)):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list's
+
+    def __add__(self, other: Sequence[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type[list[dict[int, Logprob]]], tuple[list[dict[int, Logprob]]]]:
+        return list, (list(self),)
 
 
 @dataclass(slots=True)
@@ -28,8 +102,8 @@ class CompletionOutput:
     token_ids: list[int]
     """With the end token, if one was drawn."""
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    """One dict for each token, the drawn token first; only if asked for."""
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    """One dict for each token, the drawn token first; only if asked for. See ``Logprobs``."""
     finish_reason: str | None = None
     """``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; None while it goes on."""
     stop_reason: int | str | None = None

@@ -1,10 +1,12 @@
 """One prompt, and what has been made of it."""
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from nanovllm.outputs import Logprob
+from nanovllm.outputs import Logprob, Logprobs, Scores
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -39,13 +41,38 @@ class Matcher(Protocol):
         """Set to -inf, in place, what may not follow a step's spans, in the rows of all requests with a matcher."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What the model runner drew for one request."""
 
     token_id: int
-    logprobs: dict[int, Logprob] | None = None
-    """The drawn token first, then the best ones, if the request asked for them."""
+    scores: Scores | None = None
+    """What the step knows of log-probabilities, if the request asked for them: it is that of ``row``."""
+    row: int = 0
+
+    @property
+    def logprobs(self) -> dict[int, Logprob] | None:
+        """The drawn token first, then the best ones, if the request asked for them."""
+        return None if self.scores is None else self.scores.entry(self.row)
+
+
+class TokenCounts:
+    """How often a request's output holds each token, kept up to date in constant time for each new one.
+
+    ``words`` are as ``ops.penalize`` reads them, ``count << 32 | token``, each token once: no step counts anew.
+    """
+
+    def __init__(self, prompt: Iterable[int] = (), output: Iterable[int] = ()) -> None:
+        self.words = array("q", dict.fromkeys(prompt))
+        self._places = {token: place for place, token in enumerate(self.words)}
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Count one more token of the output."""
+        place = self._places.setdefault(token, len(self.words))
+        if place == len(self.words):
+            self.words.append(token)
+        self.words[place] += 1 << 32
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -74,6 +101,8 @@ class Request:
     """The request's own seed, or one drawn for it."""
     arrival: int
     """Running number: the order in which requests came."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """``params.bad_words`` as tokens, in each way that they may come."""
     priority: int = 0
     cache_salt: str = ""
     """Requests share cached blocks only with requests of the same salt."""
@@ -100,7 +129,11 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    adjusts: bool = field(init=False)
+    """Whether its next token is drawn from other logits than the model's, for as long as it runs."""
+    counts: TokenCounts | None = None
+    """Of the known tokens, if penalties ask for them."""
+    logprobs: Logprobs = field(default_factory=Logprobs)
     num_sent_tokens: int = 0
     num_sent_chars: int = 0
     sent_logprob: float = 0.0
@@ -109,6 +142,12 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.chain_parent = self.cache_salt
+        params = self.params
+        self.adjusts = bool(
+            self.matcher or self.bad_words or params.penalizes or params.allowed_token_ids or params.logit_bias
+        )
+        if params.penalizes:
+            self.counts = self.counts_until(len(self.token_ids))
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +178,15 @@ class Request:
         """Whether nothing more will be computed of it."""
         return self.status is Status.FINISHED
 
+    def counts_until(self, stop: int) -> TokenCounts:
+        """Return the counts of the first tokens, as many of ``stop`` as are known; in constant time if they are all."""
+        if self.counts is not None and stop >= len(self.token_ids):
+            return self.counts
+        start = len(self.prompt_token_ids)
+        # the prompt matters for repetition alone
+        prompt = self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ()
+        return TokenCounts(prompt, self.token_ids[start:stop])
+
     def append(self, sampled: Sampled) -> None:
         """Add a drawn token and decide whether it ends the request (``finish_reason`` is then set).
 
@@ -147,8 +195,10 @@ class Request:
         """
         token = sampled.token_id
         self.token_ids.append(token)
-        if sampled.logprobs is not None:
-            self.logprobs.append(sampled.logprobs)
+        if self.counts is not None:
+            self.counts.add(token)
+        if sampled.scores is not None:
+            self.logprobs.append(sampled.scores, sampled.row)
         may_stop = self.num_output_tokens >= self.params.min_tokens
         ended = None if self.matcher is None else self.matcher.accept(token)
         if ended == "error" or token in self.eos_token_ids:

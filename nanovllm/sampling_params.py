@@ -1,7 +1,8 @@
 """What a caller may ask of the tokens generated for one prompt."""
 
 import math
-from collections.abc import Sequence, Set
+import sys
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, NoReturn
@@ -26,18 +27,16 @@ GREEDY_BELOW = 1e-5
 MAX_SEED = 2**63 - 1
 
 NOT_YET: dict[str, object] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
     "prompt_logprobs": None,
-    "logprob_token_ids": None,
-    "spaces_between_special_tokens": True,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
 }
 """Fields of vLLM that are known here but not built: any value but this one is refused, not ignored."""
+
+MOST_BIAS = 100.0
+MOST_SCORED_IDS = 128
+SWITCHES = (
+    "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -52,8 +51,12 @@ class SamplingParams:
     n: int = 1
     """Samples of each prompt, which is computed once; needs a temperature."""
     presence_penalty: float = 0.0
+    """Taken from the logit of each token that the output holds; [-2, 2]."""
     frequency_penalty: float = 0.0
+    """Taken from it as often as the output holds the token; [-2, 2]."""
     repetition_penalty: float = 1.0
+    """Divides the positive logits and multiplies the others of all tokens in prompt and output (Keskar et al. 2019,
+    arXiv 1909.05858); above 0, more than 1 discourages."""
     temperature: float = 1.0
     """0 is greedy: the most likely token, the lowest id on a tie. Values in (1e-5, 0.01) count as 0.01."""
     top_p: float = 1.0
@@ -61,6 +64,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep this many of the most likely tokens (and any that tie with the last); 0 and -1 keep all."""
     min_p: float = 0.0
+    """Drop the tokens whose probability is under this part of the largest one; [0, 1]."""
     seed: int | None = None
     """Makes the draws a function of this number and the token's position alone. None: drawn from the engine's."""
     stop: str | Sequence[str] | None = None
@@ -74,21 +78,29 @@ class SamplingParams:
     min_tokens: int = 0
     """End ids cannot be drawn, and stop strings do not count, before this many tokens."""
     logprobs: int | None = None
-    """Also return the log-probabilities of this many best tokens (before temperature) and of the drawn one."""
+    """Also return the log-probabilities of this many best tokens and of the drawn one; -1: of all. The engine's
+    ``logprobs_mode`` says before or after what."""
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
+    """Also return the log-probabilities of these ids, at most 128, without ranks."""
+    flat_logprobs: bool = False
+    """Accepted: log-probabilities are kept in flat arrays and read like a list of dicts either way."""
     detokenize: bool = True
     """False: return ids only, with empty text."""
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    """Accepted: the ``tokenizers`` library puts none of its own between them, so nothing changes."""
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """For ``AsyncLLM``. ``LLM.generate`` gives FINAL_ONLY and ``LLM.stream`` DELTA, whatever is said here."""
     structured_outputs: Any = None
     """A ``StructuredOutputsParams``, or a dict of its fields: the form that the text must have."""
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these ids, before penalties; cut to [-100, 100]."""
     allowed_token_ids: Sequence[int] | None = None
+    """No other token is drawn."""
     bad_words: Sequence[str] | None = None
+    """Texts that may not be generated: the last token of each is banned where the others have just been drawn."""
 
     def __new__(cls, *args: object, **kwargs: object) -> "SamplingParams":
         """Refuse an unknown field with its nearest name, which a dataclass's own TypeError would not give."""
@@ -103,6 +115,13 @@ class SamplingParams:
             if getattr(self, name) != default:
                 _refuse(name, getattr(self, name), f"is not supported yet; leave it at {default!r}")
         _integer("n", self.n, 1, 16_384)
+        for name in ("presence_penalty", "frequency_penalty"):
+            setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0))
+        name, most = "repetition_penalty", sys.float_info.max
+        self.repetition_penalty = _number(name, self.repetition_penalty, 0.0, most)
+        if self.repetition_penalty == 0.0:
+            _refuse(name, 0.0, "must be above 0; 1 changes nothing")
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_BELOW <= self.temperature < 0.01:
             self.temperature = 0.01  # smaller ones overflow float16 logits; vLLM does the same
@@ -124,13 +143,16 @@ class SamplingParams:
         if self.logprobs is True:
             self.logprobs = 1
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            _refuse("output_kind", self.output_kind, "must be a RequestOutputKind")
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            _integer("logprobs", self.logprobs, -1)
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")
+        kind: object = self.output_kind
+        if not isinstance(kind, RequestOutputKind):
+            kinds = ", ".join(each.name for each in RequestOutputKind)
+            _refuse("output_kind", kind, f"must be a RequestOutputKind: {kinds}")
         self._check_stops()
+        self._check_tokens()
 
     def _check_stops(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else _sequence("stop", self.stop)
@@ -140,10 +162,32 @@ class SamplingParams:
         if stops and not self.detokenize:
             _refuse("stop", self.stop, "needs detokenize=True, for stop strings are found in the text")
         self.stop = stops
-        tokens = _sequence("stop_token_ids", self.stop_token_ids)
-        for token in tokens:
-            _integer("stop_token_ids", token, 0)
-        self.stop_token_ids = list(dict.fromkeys(tokens))
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+
+    def _check_tokens(self) -> None:
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _token_ids(name, getattr(self, name)))
+                if not getattr(self, name):
+                    _refuse(name, [], "must hold at least one id; leave it at None for no such list")
+        if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MOST_SCORED_IDS:
+            _refuse("logprob_token_ids", self.logprob_token_ids, f"must hold at most {MOST_SCORED_IDS} ids")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                _refuse("logit_bias", self.logit_bias, "must be a dict of token ids and numbers")
+            for token, bias in self.logit_bias.items():
+                _integer("logit_bias", token, 0)
+                _number("logit_bias", bias, -sys.float_info.max, sys.float_info.max)
+            self.logit_bias = {
+                token: max(-MOST_BIAS, min(MOST_BIAS, float(bias))) for token, bias in self.logit_bias.items()
+            }
+        if isinstance(self.bad_words, str):
+            _refuse("bad_words", self.bad_words, "must be a list of strings")
+        words = _sequence("bad_words", self.bad_words)
+        for word in words:
+            if not isinstance(word, str) or not word.strip():
+                _refuse("bad_words", word, "must be a string with more in it than spaces, or a list of such")
+        self.bad_words = words
 
     @property
     def stop_strings(self) -> list[str]:
@@ -154,6 +198,21 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken instead of a draw."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens of the request so far change the logits of the next one."""
+        return self.penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``logprobs``, or 0 where only those of ``logprob_token_ids`` are asked for."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
 
     def clone(self) -> "SamplingParams":
         """Return a copy, checked again."""
@@ -181,6 +240,14 @@ def _sequence(name: str, value: object) -> list[Any]:
     if value is not None and not isinstance(value, (Sequence, Set)):
         _refuse(name, value, "must be a list")
     return list(value or ())
+
+
+def _token_ids(name: str, value: object) -> list[int]:
+    """Return ids as a list, each once."""
+    tokens = _sequence(name, value)
+    for token in tokens:
+        _integer(name, token, 0)
+    return list(dict.fromkeys(tokens))
 
 
 def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:

@@ -26,7 +26,10 @@ if SHAPES_ARE_CHECKED:  # wherever tensors cross a file; kernels have types of t
             f"nanovllm.ops.{op}.reference"
             for op in ("activation", "attention", "linear", "rms_norm", "rotary", "sample")
         ]
-        + [f"nanovllm.ops.{op}.reference" for op in ("store_kvcache", "rotate_and_store", "take_tokens", "mask")],
+        + [
+            f"nanovllm.ops.{op}.reference"
+            for op in ("store_kvcache", "rotate_and_store", "take_tokens", "mask", "penalize")
+        ],
         "beartype.beartype",
     )
 

@@ -112,8 +112,9 @@ class CompiledProduct(Product):
     def __init__(
         self, functions: Functions, weight: Tensor, bias: Tensor | None, storage: torch.dtype, *, deterministic: bool
     ) -> None:
-        self._functions, self._weight, self._bias = functions, weight.contiguous(), bias
-        super().__init__(partial(F.linear, weight=self._weight, bias=bias))
+        weight = weight.contiguous()
+        self._functions, self._weight, self._bias = functions, weight, bias
+        super().__init__(partial(F.linear, weight=weight, bias=bias), lambda: (weight, bias))
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See ``ops.linear.reference.norm_linear``."""

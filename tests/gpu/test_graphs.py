@@ -42,6 +42,9 @@ def work(number: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingPara
         dict(temperature=1.0, top_p=0.9, seed=6),
         dict(temperature=0.7, top_k=20, seed=7),
         dict(temperature=0.0, logprobs=3),
+        dict(temperature=0.0, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2),
+        dict(temperature=1.0, seed=9, repetition_penalty=1.3, logit_bias={5: 2.0, 6: -3.0}, min_p=0.05),
+        dict(temperature=0.0, allowed_token_ids=list(range(100, 130)), frequency_penalty=2.0, logprob_token_ids=[7]),
         dict(temperature=0.9, seed=8, min_tokens=9, max_tokens=30, stop_token_ids=list(range(0, 1009, 2))),
     ]
     params = [SamplingParams(**{"max_tokens": rng.randint(1, 40), "ignore_eos": True, **rng.choice(kinds)})

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.ops.sample import choose, draw, greedy, log_probs
+from nanovllm.ops.sample import choose, draw, greedy, log_probs, processed
 from nanovllm.ops.sample.reference import PREFIX, gumbel, lowest_kept
 
 ALPHA = 1e-6
@@ -227,7 +227,7 @@ def test_log_probs_are_the_log_softmax(dtype):
     torch.manual_seed(4)
     logits = (torch.randn(5, 70) * 3).to(dtype)
     tokens = ints(0, 69, 3, 3, int(logits[4].argmax()))
-    own, ranks, values, ids = log_probs(logits, tokens, 6)
+    own, ranks, values, ids, _ = log_probs(logits, tokens, 6)
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(own.double(), expected[torch.arange(5), tokens], rtol=0, atol=1e-5)
     torch.testing.assert_close(values.double(), expected.topk(6).values, rtol=0, atol=1e-5)
@@ -237,11 +237,34 @@ def test_log_probs_are_the_log_softmax(dtype):
 
 
 def test_log_probs_of_small_vocabularies_and_of_nothing_but_the_token():
-    own, ranks, values, ids = log_probs(torch.zeros(2, 3), ints(0, 2), 5)
+    own, ranks, values, ids, _ = log_probs(torch.zeros(2, 3), ints(0, 2), 5)
     assert ids.sort(-1).values.tolist() == [[0, 1, 2]] * 2 and ranks.tolist() == [1, 1]
     torch.testing.assert_close(values, torch.full((2, 3), -math.log(3)))
-    own, ranks, values, ids = log_probs(torch.tensor([[-INF, 1.0, -INF]]), ints(0), 0)
+    own, ranks, values, ids, _ = log_probs(torch.tensor([[-INF, 1.0, -INF]]), ints(0), 0)
     assert own.tolist() == [-INF] and ranks.tolist() == [2] and values.shape == ids.shape == (1, 0)
+
+
+def test_log_probs_of_given_ids_and_of_logits():
+    logits = torch.randn(3, 9)
+    given = torch.tensor([[8, 0], [1, 1], [5, 2]])
+    own, _, values, ids, named = log_probs(logits, ints(8, 4, 5), 2, given)
+    expected = logits.log_softmax(-1)
+    assert torch.equal(named, expected.gather(1, given)) and float(named[0, 0]) == float(own[0])
+    own, _, values, ids, named = log_probs(logits, ints(8, 4, 5), 2, given, normalized=False)
+    assert torch.equal(own, logits[[0, 1, 2], [8, 4, 5]]) and torch.equal(named, logits.gather(1, given))
+    assert torch.equal(values, logits.topk(2).values) and torch.equal(values, logits.gather(1, ids))
+
+
+def test_processed_logits_are_those_of_the_draw():
+    logits = torch.randn(4, 30)
+    changes = {"temperatures": [0.5, 0.0, 2.0, 1.0], "top_k": [3, 3, 0, 0], "top_p": [1.0, 0.5, 0.7, 1.0]}
+    found = processed(logits, **settings(4, **changes))
+    assert torch.equal(found[1], logits[1]) and torch.equal(found[3], logits[3])
+    for row, name, value in ((0, "top_k", 3), (2, "top_p", 0.7)):
+        temperature = changes["temperatures"][row]
+        expected = left(logits[row : row + 1], temperatures=temperature, **{name: value}) / temperature
+        torch.testing.assert_close(found[row], expected[0])
+        assert 0 < int((found[row] == -INF).sum()) < 30
 
 
 # Distribution

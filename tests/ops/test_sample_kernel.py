@@ -256,6 +256,64 @@ def test_choices_of_extreme_rows():
         assert 1024 <= found[3] < 2000
 
 
+@pytest.fixture
+def lists(monkeypatch):
+    """What rows were listed for a search, call by call."""
+    found = []
+    plain = kernel._search
+
+    def search(logits, settings, drawn, listed, count, lowest):
+        found.append(sorted(listed[: int(count)].tolist()))
+        plain(logits, settings, drawn, listed, count, lowest)
+
+    monkeypatch.setattr(kernel, "_search", search)
+    return found
+
+
+@pytest.mark.parametrize("kind", [(0.9, 0, 0.6, 0.0), (1.0, 300, 1.0, 0.0), (0.8, 0, 1.0, 0.05), (1.0, 0, 0.8, 0.001)])
+def test_only_rows_whose_first_draw_is_dropped_are_searched(kind, lists):
+    rows = torch.arange(12, device=DEVICE)
+    logits = torch.randn(12, 700, device=DEVICE).bfloat16()
+    values = settings([kind] * 12)
+    free = settings([(kind[0], 0, 1.0, 0.0)] * 12)
+    found = kernel.choose(logits, *values, rows, rows, filtered=True)
+    first = kernel.choose(logits, *free, rows, rows, filtered=False)
+    dropped = logits.gather(1, first[:, None])[:, 0] < reference.lowest_kept(logits, *values)
+    assert lists == [dropped.nonzero()[:, 0].tolist()] and 0 < int(dropped.sum()) < 12
+    assert torch.equal(found == first, ~dropped)
+    assert torch.equal(found, reference.choose(logits, *values, rows, rows, filtered=True))
+
+
+def test_both_limits_and_rows_that_filter_nothing(lists):
+    kinds = [(1.0, 40, 0.9, 0.0), (0.0, 40, 0.9, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 700, 1.0, 0.0), (1.0, 701, 1.0, 0.0)]
+    check_choices(torch.randn(5, 700, device=DEVICE), kinds, filtered=True)
+    assert lists == [[0]]
+
+
+def test_the_last_token_that_is_kept_needs_no_search(lists):
+    logits = torch.randn(3, 100, device=DEVICE)
+    logits[:, 77] = 60.0
+    check_choices(logits, [(1.0, 1, 1.0, 0.0), (1.0, 0, 1e-6, 0.0), (1.0, 0, 1.0, 1.0)], filtered=True)
+    assert lists == [[]]
+
+
+def test_a_filtered_choice_sees_its_own_row_alone(monkeypatch):
+    monkeypatch.setattr(kernel, "FEW_ROWS", 2)
+    kinds = [FILTERS[place] for place in (1, 4, 5, 9, 10)]
+    rows = torch.arange(len(kinds), device=DEVICE)
+    values = [*settings(kinds), rows, rows * 3]
+    logits = torch.randn(len(kinds), 8300, device=DEVICE).bfloat16()
+    together = kernel.choose(logits, *values, filtered=True)
+    for row in (0, 2):
+        alone = kernel.choose(logits[row : row + 1], *(value[row : row + 1] for value in values), filtered=True)
+        assert int(alone) == int(together[row])
+
+
+def test_more_listed_work_than_programs(monkeypatch):
+    monkeypatch.setattr(kernel, "MOST_PROGRAMS", 3)
+    check_choices(torch.randn(9, 9000, device=DEVICE).bfloat16(), [(1.0, 5, 1.0, 0.0)] * 9, filtered=True)
+
+
 # Log-probabilities
 
 
@@ -264,8 +322,13 @@ def test_choices_of_extreme_rows():
 def test_log_probs_are_those_of_the_reference(vocab, dtype, number):
     logits = torch.randn(4, vocab + 3, device=DEVICE).to(dtype)[:, 1 : vocab + 1]
     tokens = torch.tensor([0, vocab - 1, vocab // 2, int(logits[3].argmax())], device=DEVICE)
-    own, ranks, values, ids = kernel.log_probs(logits, tokens, number)
-    expected = reference.log_probs(logits, tokens, number)
+    given = torch.arange(8, device=DEVICE).view(4, 2) % vocab
+    own, ranks, values, ids, named = kernel.log_probs(logits, tokens, number, given)
+    expected = reference.log_probs(logits, tokens, number, given)
+    torch.testing.assert_close(named, expected[4], rtol=0, atol=2e-6 * 16)
+    bare = kernel.log_probs(logits, tokens, number, given, normalized=False)
+    wanted = reference.log_probs(logits, tokens, number, given, normalized=False)
+    assert all(torch.equal(bare[place], wanted[place]) for place in (0, 1, 2, 4)) and torch.equal(bare[3], ids)
     torch.testing.assert_close((own, values), (expected[0], expected[2]), rtol=0, atol=2e-6 * 16)
     assert torch.equal(ranks, expected[1])
     # of equals the lowest id first
@@ -277,7 +340,7 @@ def test_log_probs_of_missing_tokens():
     logits = torch.full((2, 70), -INF, device=DEVICE)
     logits[0, 5] = 2.0
     logits[1] = torch.tensor([-0.0, 0.0], device=DEVICE).repeat(35)
-    own, ranks, values, ids = kernel.log_probs(logits, ints(3, 9), 3)
+    own, ranks, values, ids, _ = kernel.log_probs(logits, ints(3, 9), 3)
     assert own.tolist() == pytest.approx([-INF, -math.log(70)])
     assert ranks.tolist() == [2, 1]
     assert ids.tolist() == [[5, 0, 1], [0, 1, 2]]
@@ -385,6 +448,6 @@ def test_choices_and_log_probs_can_be_recorded():
 def test_no_rows():
     none = torch.zeros(0, device=DEVICE)
     assert kernel.lowest_kept(torch.zeros(0, 5, device=DEVICE), none, none.int(), none, none).shape == (0,)
-    assert [len(each) for each in kernel.log_probs(torch.zeros(0, 5, device=DEVICE), ints(), 3)] == [0] * 4
+    assert [len(each) for each in kernel.log_probs(torch.zeros(0, 5, device=DEVICE), ints(), 3)] == [0] * 5
     assert kernel.greedy(torch.zeros(0, 5, device=DEVICE)).shape == (0,)
     assert kernel.draw(torch.zeros(0, 5, device=DEVICE), ints(), ints()).shape == (0,)

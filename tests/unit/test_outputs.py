@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput
 
 
 def example():
@@ -102,3 +102,83 @@ def test_a_logprob_is_a_value():
     assert entry != Logprob(-0.25, rank=1)
     with pytest.raises(AttributeError):
         entry.logprobs = 0.0
+
+
+class Step:
+    """One step's figures: row i drew token 10 * i."""
+
+    def __init__(self, shift=0.0):
+        self.shift = shift
+        self.read = []
+
+    def entry(self, row):
+        self.read.append(row)
+        return {10 * row: Logprob(self.own(row), 1), 7: Logprob(-5.0, 2)}
+
+    def own(self, row):
+        return -0.5 * row - self.shift
+
+
+def listed(decode=str):
+    """Three tokens of a request that was in rows 1, 0 and 2 of its steps, lazily and as the list it stands for."""
+    lazy = Logprobs(decode=decode)
+    for step, row in ((Step(), 1), (Step(1.0), 0), (Step(), 2)):
+        lazy.append(step, row)
+    text = (lambda token: None) if decode is None else decode
+    plain = [
+        {10 * row: Logprob(own, 1, text(10 * row)), 7: Logprob(-5.0, 2, text(7))}
+        for row, own in ((1, -0.5), (0, -1.0), (2, -1.0))
+    ]
+    return lazy, plain
+
+
+@pytest.mark.parametrize("decode", [str, None])
+def test_lazy_logprobs_read_like_their_list(decode):
+    lazy, plain = listed(decode)
+    assert lazy == plain and plain == lazy and lazy == lazy[:]
+    assert list(lazy) == plain and len(lazy) == 3 and bool(lazy) and not Logprobs()
+    assert [lazy[place] for place in (0, 2, -1, -3)] == [plain[place] for place in (0, 2, -1, -3)]
+    for part in (slice(1, None), slice(None, -1), slice(None, None, -1), slice(0, 3, 2), slice(5, 9)):
+        assert lazy[part] == plain[part] and isinstance(lazy[part], Logprobs)
+    assert lazy + plain == plain + lazy == lazy + lazy == plain + plain
+    assert repr(lazy) == repr(plain)
+    assert plain[1] in lazy and {} not in lazy and lazy.index(plain[2]) == 2 and list(reversed(lazy)) == plain[::-1]
+    assert lazy != plain[:2] and lazy != plain[::-1] and lazy != 3 and lazy != tuple(plain)
+    for place in (3, -4):
+        with pytest.raises(IndexError):
+            lazy[place]
+    with pytest.raises(TypeError):
+        hash(lazy)
+
+
+def test_lazy_logprobs_are_added_up_and_cut():
+    lazy, plain = listed()
+    assert lazy.total() == sum(next(iter(entry.values())).logprob for entry in plain) == -2.5
+    later = lazy.since(1, lambda token: f"<{token}>")
+    assert len(later) == 2 and later[1][20].decoded_token == "<20>" and lazy[2][20].decoded_token == "20"
+    lazy.append(Step(), 4)
+    assert len(later) == 2, "what was given out does not grow"
+
+
+def test_lazy_logprobs_make_nothing_before_they_are_read():
+    step = Step()
+    lazy = Logprobs([step, step], [3, 4], lambda token: pytest.fail("decoded"))
+    assert len(lazy.since(1, None)) == 1 and lazy.total() == -3.5 and step.read == []
+    lazy = Logprobs([step, step], [3, 4])
+    assert lazy[-1][40].decoded_token is None and step.read == [4]
+
+
+def test_a_reading_changes_nothing():
+    lazy, plain = listed()
+    lazy[0][10].logprob = 1.0
+    lazy[0].clear()
+    assert lazy == plain
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_lazy_logprobs_are_pickled_and_copied_as_a_list(protocol):
+    lazy, plain = listed(lambda token: f"<{token}>")  # which no pickle could hold
+    out = example()
+    out.outputs[0].logprobs = lazy
+    for again in (pickle.loads(pickle.dumps(out, protocol)), copy.deepcopy(out)):
+        assert again == out and again.outputs[0].logprobs == plain and type(again.outputs[0].logprobs) is list

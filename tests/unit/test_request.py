@@ -48,13 +48,41 @@ def test_a_new_request():
     assert new != request(), "two requests are two, however alike"
 
 
+class Scores(dict):
+    """The entry of each row of a step."""
+
+    entry = dict.__getitem__
+
+
 def test_tokens_are_kept_with_their_logprobs():
     asked = request()
     entry = {3: Logprob(-0.5, 1)}
-    asked.append(Sampled(3, entry))
+    sampled = Sampled(3, Scores({5: entry}), 5)
+    assert sampled.logprobs == entry and Sampled(3).logprobs is None
+    asked.append(sampled)
     asked.append(Sampled(4))
     assert (asked.output_token_ids, asked.num_tokens, asked.logprobs) == ([3, 4], 4, [entry])
     assert asked.prompt_token_ids == [5, 6]
+
+
+def counted(counts):
+    return {word & 0xFFFFFFFF: word >> 32 for word in counts.words}
+
+
+def test_what_a_request_holds_is_counted_as_it_grows():
+    assert request().counts is None
+    both = request(max_tokens=9, repetition_penalty=1.1)
+    output = request(max_tokens=9, presence_penalty=0.1)
+    for asked in (both, output):
+        draw(asked, 6, 9, 6, 3, 9, 6)
+    assert counted(both.counts) == {5: 0, 6: 3, 9: 2, 3: 1} and len(both.counts.words) == 4
+    assert counted(output.counts) == {6: 3, 9: 2, 3: 1}
+    assert both.counts_until(8) is both.counts is both.counts_until(9)
+    assert counted(both.counts_until(4)) == {5: 0, 6: 1, 9: 1} and counted(output.counts_until(4)) == {6: 1, 9: 1}
+    large = request(max_tokens=None, repetition_penalty=1.1, eos=())
+    large.max_tokens = 10**9
+    draw(large, *[2**31 - 1] * 3)
+    assert counted(large.counts)[2**31 - 1] == 3
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])

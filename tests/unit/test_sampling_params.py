@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from nanovllm.errors import RequestError, UnknownOptionError
-from nanovllm.sampling_params import MAX_SEED, NOT_YET, SAMPLING_FIELDS, SamplingParams
+from nanovllm.sampling_params import MAX_SEED, NOT_YET, SAMPLING_FIELDS, SWITCHES, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -43,11 +43,19 @@ REFUSED = [
     *(("seed", value) for value in (MAX_SEED + 1, -MAX_SEED - 2, 1.0, "1", True, NAN)),
     *(("max_tokens", value) for value in (0, -1, 1.5, 2.0, "5", True, NAN, INF)),
     *(("min_tokens", value) for value in (-1, 1.0, "1", None, True, 65)),
-    *(("logprobs", value) for value in (-1, -2, 1.0, "1", False, NAN)),
+    *(("logprobs", value) for value in (-2, 1.0, "1", False, NAN)),
+    *(("presence_penalty", value) for value in (-2.1, 2.1, NAN, "1", None, True)),
+    *(("frequency_penalty", value) for value in (-2.1, 2.1, NAN, "1", None, True)),
+    *(("repetition_penalty", value) for value in (0.0, 0, -1.0, NAN, INF, "1", None, True)),
+    *(("min_p", value) for value in (-0.1, 1.1, NAN, "0.1", None, True)),
+    *(("output_kind", value) for value in (1, "DELTA", None)),
+    *(("allowed_token_ids", value) for value in ([],)),
+    *(("logprob_token_ids", value) for value in ([], list(range(129)))),
+    *(("logit_bias", value) for value in ([1], 5, [(1, 2.0)], "1")),
     # what a switch may be
     *(
         (name, value)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+        for name in SWITCHES
         for value in (0, 1, "yes", None)
     ),
     # what stops
@@ -57,9 +65,7 @@ REFUSED = [
     *(
         (name, value)
         for name, value in {
-            "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_p": 0.1,
-            "prompt_logprobs": 1, "logprob_token_ids": [1], "spaces_between_special_tokens": False,
-            "logit_bias": {1: 2.0}, "allowed_token_ids": [1], "bad_words": ["x"],
+            "prompt_logprobs": 1,
         }.items()
     ),
     ("n", 0), ("n", 16_385), ("n", NAN), ("min_p", NAN), ("repetition_penalty", NAN),
@@ -76,12 +82,65 @@ def test_a_refusal_names_the_parameter_the_value_and_the_rule(name, value):
     message = str(error)
     assert message.startswith(f"{name} is ")
     if not name.startswith("stop"):  # there the item at fault is named
-        assert error.value is value
+        assert error.value is value or error.value == value
     assert f"{name} is {error.value!r}; it " in message and message.endswith(".")
     assert any(word in message for word in ("must", "not supported yet"))
 
 
+ITEMS = [
+    *((name, item) for name in ("allowed_token_ids", "logprob_token_ids") for item in (-1, 1.0, "1", None, True)),
+    *(("bad_words", item) for item in ("", " ", 1, None, b"x")),
+]
+
+
+@pytest.mark.parametrize(("name", "item"), ITEMS, ids=str)
+def test_the_item_of_a_list_that_is_at_fault_is_named(name, item):
+    with pytest.raises(RequestError, match=f"{name} is .*; it must") as caught:
+        SamplingParams(**{name: [{"bad_words": "fine"}.get(name, 3), item]})
+    assert caught.value.parameter == name and caught.value.value is item
+
+
+@pytest.mark.parametrize(
+    "bias", [{-1: 1.0}, {"5": 1.0}, {1.0: 1.0}, {True: 1.0}, {5: "1"}, {5: NAN}, {5: INF}, {5: None}]
+)
+def test_a_bias_is_a_number_for_a_token(bias):
+    with pytest.raises(RequestError, match=r"logit_bias is .*; it must be") as caught:
+        SamplingParams(logit_bias={3: 1.0} | bias)
+    assert caught.value.parameter == "logit_bias"
+
+
+def test_what_a_caller_gave_is_not_changed():
+    given = {
+        "stop": ["a"], "stop_token_ids": [3, 3], "allowed_token_ids": [5, 4, 5], "logprob_token_ids": [1, 1],
+        "logit_bias": {1: 200, 2: -200.0, 3: 1}, "bad_words": ["x"],
+    }  # fmt: skip
+    before = copy.deepcopy(given)
+    params = SamplingParams(**given)
+    assert given == before
+    assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 1.0} and params.logit_bias is not given["logit_bias"]
+    assert (params.allowed_token_ids, params.logprob_token_ids, params.bad_words) == ([5, 4], [1], ["x"])
+    clone = params.clone()
+    clone.logit_bias[7] = 1.0
+    clone.bad_words.append("y")
+    clone.allowed_token_ids.append(8)
+    assert params == SamplingParams(**given)
+
+
+def test_what_asks_for_work():
+    assert not SamplingParams().penalizes
+    for name, value in (("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 0.9)):
+        assert SamplingParams(**{name: value}).penalizes
+    found = [SamplingParams(logprobs=n, logprob_token_ids=ids).num_logprobs
+             for n, ids in ((None, None), (None, [1]), (3, [1]), (0, None), (-1, None))]  # fmt: skip
+    assert found == [None, 0, 3, 0, -1]
+
+
 NOT_TYPED = [
+    ("bad_words", 5),
+    ("bad_words", "word"),
+    ("allowed_token_ids", 5),
+    ("allowed_token_ids", "12"),
+    ("logprob_token_ids", 0),
     ("stop", 5),
     ("stop", 0),
     ("stop", False),

@@ -21,6 +21,16 @@ from nanovllm.tokenizer import Detokenizer
 QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
 
+class Half:
+    """Scores of a step in which each drawn token had log-probability -0.5; the row is the token."""
+
+    def own(self, row):
+        return -0.5
+
+    def entry(self, row):
+        return {row: Logprob(-0.5, 1)}
+
+
 class Pieces:
     """A tokenizer whose token ``i`` is the bytes ``pieces[i]``; None is a special token, without a text."""
 
@@ -46,8 +56,8 @@ class Replay:
             script = self.scripts[span.request.prompt_token_ids[0]]
             place = span.stop - len(span.request.prompt_token_ids)
             token = script[place % len(script)]
-            entry = {token: Logprob(-0.5, 1)} if span.request.params.logprobs is not None else None
-            drawn.append(Sampled(token, entry) if span.samples else None)
+            scores = Half() if span.request.params.logprobs is not None else None
+            drawn.append(Sampled(token, scores, token) if span.samples else None)
         return lambda: drawn
 
 

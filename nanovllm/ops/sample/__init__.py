@@ -5,7 +5,7 @@ from torch import Tensor
 from nanovllm.ops.kernels import kernels_run_on
 from nanovllm.ops.sample import reference
 
-__all__ = ["MOST_LOGPROBS", "choose", "draw", "greedy", "log_probs"]
+__all__ = ["MOST_LOGPROBS", "choose", "draw", "greedy", "log_probs", "processed"]
 
 MOST_LOGPROBS = 32
 """Of a row, that the kernel finds: each is a search of its own through the logits in registers. More are left to the
@@ -42,11 +42,18 @@ def choose(
     return reference.choose(logits, temperatures, top_k, top_p, min_p, seeds, positions, filtered=filtered)
 
 
-def log_probs(logits: Tensor, tokens: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_probs(
+    logits: Tensor, tokens: Tensor, number: int, given: Tensor | None = None, *, normalized: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``reference.log_probs``."""
     if kernels_run_on(logits):
         from nanovllm.ops.sample import kernel
 
         if number <= MOST_LOGPROBS:
-            return kernel.log_probs(logits, tokens, number)
-    return reference.log_probs(logits, tokens, number)
+            return kernel.log_probs(logits, tokens, number, given, normalized=normalized)
+    return reference.log_probs(logits, tokens, number, given, normalized=normalized)
+
+
+def processed(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """See ``reference.processed``."""
+    return reference.processed(logits, temperatures, top_k, top_p, min_p)

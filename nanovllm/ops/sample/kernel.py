@@ -10,6 +10,14 @@ made where it is used and never stored:
 Scores equal the reference's up to the rounding of two logarithms and of a division, so a draw differs from it only
 where the two best scores nearly tie; it is the same however a row is cut.
 
+Filtered draws. The draw is the best score among the kept tokens. So first draw among all: if that token is kept, it is
+the draw. To know takes one more pass over the logits, and with top_p 0.95 it is so for some 95 rows in 100. Only the
+others are searched for their line and drawn anew: they are listed on the device, and programs work their way through
+the list, so that a pass costs little more than its launch where nearly all rows are settled.
+
+    draw among all | is it kept? | list the rest | search ... search | draw among the kept
+    every row        filtered rows  one program    rows of the list    rows of the list
+
 Filters. A token stays if the tokens with larger logits weigh less than a target: each weighs 1 and the target is top_k,
 or each weighs its probability and the target is a share top_p of the whole. The weight above x falls as x grows, so the
 line is found by bisection, each pass with several pivots. Floats are numbered in their order (``key_of``), so that it
@@ -40,8 +48,15 @@ FEW, MANY = (16, 1, 6), (4, 3, 10)
 """Pivots of a pass, passes that space them by value, and passes planned; the last twice for logits of 32 bits."""
 TAIL = tl.constexpr(4)
 """Pivots of the passes that a row may lack when the planned ones are over."""
+MOST_PROGRAMS = 512
+"""Programs that work through a list of rows: they keep the memory busy, and soon find that a list is empty."""
+DONE, BY_SUMS, SEARCHED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What is to be done about a row's first draw: nothing, to see what lies above it, to look for the row's line."""
 
-SETTINGS = ["temperatures", "top_k", "top_p", "min_p", "lowest", "seeds", "positions", "tokens"]
+SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Last bits of a float32 that a type lacks."""
+
+SETTINGS = ["temperatures", "top_k", "top_p", "min_p", "lowest", "seeds", "positions", "tokens", "listed"]
 """One number for each row: they may lie anywhere, and nothing should be compiled anew for where they lie."""
 
 STATE = tl.constexpr(8)
@@ -89,15 +104,22 @@ def gumbel(seed, position, token, FAST: tl.constexpr):
     return -natural_log(tl.where(uniform < 0.0625, series, -natural_log(1 - uniform, FAST)), FAST)
 
 
-@triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def best_of_chunk_kernel(
-    logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, vocab, logits_row, chunks,
-    NOISE: tl.constexpr, SCALED: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def best_of_chunk(
+    row, chunk, logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, vocab, logits_row,
+    chunks, NOISE: tl.constexpr, SCALED: tl.constexpr, FILTERED: tl.constexpr, EXTREMES: tl.constexpr,
+    FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the best score of one chunk of a row, and the lowest token that has it."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)  # int64: row * vocab passes 2**31
+    """Find the best score of one chunk of a row, and the lowest token that has it.
+
+    ``EXTREMES``: also its largest logit, and the smallest but for -inf.
+    """
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * logits_row + token, token < vocab, -float("inf")).to(tl.float32)
+    place = row * chunks + chunk
+    if EXTREMES:
+        tl.store(extremes + 2 * place, tl.max(score, 0))
+        tl.store(extremes + 2 * place + 1, tl.min(tl.where(score > -float("inf"), score, float("inf")), 0))
     if NOISE:
         temperature = tl.load(temperatures + row) if SCALED else 1.0
         if temperature > 0:
@@ -108,19 +130,48 @@ def best_of_chunk_kernel(
     score = tl.where(score == score, score, float("inf"))  # NaN is the maximum, as it is for argmax
     best = tl.max(score, 0)
     first = tl.min(tl.where(score == best, token, 2147483647), 0)  # the padding's tokens are larger than all others
-    tl.store(best_scores + row * chunks + chunk, best)
-    tl.store(best_tokens + row * chunks + chunk, first)
+    tl.store(best_scores + place, best)
+    tl.store(best_tokens + place, first)
+
+
+@triton.jit(do_not_specialize_on_alignment=SETTINGS)
+def best_of_chunk_kernel(
+    logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, listed, count,
+    vocab, logits_row, chunks,
+    NOISE: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr, EXTREMES: tl.constexpr,
+    FAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each chunk of each row; or, ``LISTED``, some for the rows of a list and what they keep."""
+    if LISTED:
+        for item in range(tl.program_id(0), tl.load(count) * chunks, tl.num_programs(0)):
+            best_of_chunk(
+                tl.load(listed + item // chunks).to(tl.int64), item % chunks, logits, temperatures, lowest, seeds,
+                positions, best_scores, best_tokens, extremes, vocab, logits_row, chunks,
+                NOISE, SCALED, True, EXTREMES, FAST, BLOCK,
+            )  # fmt: skip
+    else:
+        best_of_chunk(
+            tl.program_id(0).to(tl.int64), tl.program_id(1),  # int64: row * vocab passes 2**31
+            logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, vocab, logits_row,
+            chunks, NOISE, SCALED, False, EXTREMES, FAST, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
-def best_of_row_kernel(best_scores, best_tokens, out, chunks, BLOCK: tl.constexpr):
+def best_of_row_kernel(best_scores, best_tokens, out, listed, count, chunks, LISTED: tl.constexpr, BLOCK: tl.constexpr):
     """Find the best of one row's chunks."""
     row = tl.program_id(0)
-    chunk = tl.arange(0, BLOCK)
-    score = tl.load(best_scores + row * chunks + chunk, chunk < chunks, -float("inf"))
-    token = tl.load(best_tokens + row * chunks + chunk, chunk < chunks, 2147483647)
-    best = tl.max(score, 0)
-    tl.store(out + row, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64))
+    number = row + 1
+    if LISTED:
+        number = tl.load(count)
+    if row < number:
+        if LISTED:
+            row = tl.load(listed + row)
+        chunk = tl.arange(0, BLOCK)
+        score = tl.load(best_scores + row * chunks + chunk, chunk < chunks, -float("inf"))
+        token = tl.load(best_tokens + row * chunks + chunk, chunk < chunks, 2147483647)
+        best = tl.max(score, 0)
+        tl.store(out + row, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64))
 
 
 @triton.jit
@@ -152,11 +203,11 @@ def pivot(lo, hi, number, by_value, SHIFT: tl.constexpr, PIVOTS: tl.constexpr):
 
 
 @triton.jit
-def opened(extremes, temperature, top_k, top_p, min_p, vocab, programs, SHIFT: tl.constexpr, PROGRAMS: tl.constexpr):
+def opened(extremes, temperature, top_k, top_p, min_p, vocab, parts, SHIFT: tl.constexpr, PARTS: tl.constexpr):
     """Return a row's first state: everything down to its smallest logit, or to its min_p."""
-    program = tl.arange(0, PROGRAMS)
-    top = tl.max(tl.load(extremes + 2 * program, program < programs, -float("inf")), 0)
-    least = tl.min(tl.load(extremes + 2 * program + 1, program < programs, float("inf")), 0)
+    part = tl.arange(0, PARTS)
+    top = tl.max(tl.load(extremes + 2 * part, part < parts, -float("inf")), 0)
+    least = tl.min(tl.load(extremes + 2 * part + 1, part < parts, float("inf")), 0)
     lo = (key_of(least) >> SHIFT).to(tl.int64) - 1
     hi = (key_of(top) >> SHIFT).to(tl.int64)
     if min_p > 0:
@@ -209,18 +260,25 @@ def remember(state, lo, hi, weighs, turn, target, top):
 
 
 @triton.jit
+def weights(row_logits, chunk, vocab, temperature, weighs, top):
+    """Load one chunk of a row; return its logits and what each weighs."""
+    scale = 1.4426950408889634 / temperature
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(row_logits + token, token < vocab, -float("inf")).to(tl.float32)
+    weight = tl.full([CHUNK], 1.0, tl.float32)
+    if weighs == 1:
+        weight = tl.exp2(tl.fma(x, scale, -top * scale))
+    return x, weight
+
+
+@triton.jit
 def add_weights(
     row_logits, sums, temperature, lo, hi, weighs, turn, top, vocab, first, step, chunks,
     SHIFT: tl.constexpr, PIVOTS: tl.constexpr, BY_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Add up what lies above each pivot, in every ``step``-th chunk of a row."""
-    scale = 1.4426950408889634 / temperature
     for chunk in range(first, chunks, step):
-        token = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(row_logits + token, token < vocab, -float("inf")).to(tl.float32)
-        weight = tl.full([CHUNK], 1.0, tl.float32)
-        if weighs == 1:
-            weight = tl.exp2(tl.fma(x, scale, -top * scale))
+        x, weight = weights(row_logits, chunk, vocab, temperature, weighs, top)
         for number in tl.static_range(PIVOTS):
             line = value_of(pivot(lo, hi, number, turn < BY_VALUE, SHIFT, PIVOTS), SHIFT)
             tl.store(sums + chunk * PIVOTS + number, tl.sum((x > line).to(tl.float32) * weight, 0))
@@ -233,64 +291,104 @@ def filters(temperature, top_k, top_p, min_p, vocab):
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def extremes_kernel(logits, temperatures, top_k, top_p, min_p, extremes, vocab, logits_row, chunks):
-    """Find the largest logit and the smallest but for -inf in each program's chunks of a row that filters."""
-    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    if filters(tl.load(temperatures + row), tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), vocab):
-        top = tl.full([CHUNK], -float("inf"), tl.float32)
-        least = tl.full([CHUNK], float("inf"), tl.float32)
-        for chunk in range(program, chunks, programs):
-            token = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits + row * logits_row + token, token < vocab, -float("inf")).to(tl.float32)
-            top = tl.maximum(top, x)
-            least = tl.minimum(least, tl.where(x > -float("inf"), x, float("inf")))
-        tl.store(extremes + (row * programs + program) * 2, tl.max(top, 0))
-        tl.store(extremes + (row * programs + program) * 2 + 1, tl.min(least, 0))
+def check_kernel(
+    logits, temperatures, top_k, top_p, min_p, tokens, extremes, verdicts, sums, vocab, logits_row, chunks, parts,
+    SHIFT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up one chunk's weights above a row's least kept by min_p, and above its drawn token.
+
+    They are made as ``add_weights`` makes them: that pass, with the drawn token as a pivot, would find the same.
+    """
+    row, chunk, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
+    temperature, k = tl.load(temperatures + row), tl.load(top_k + row)
+    share, least = tl.load(top_p + row), tl.load(min_p + row)
+    verdict = 0
+    if filters(temperature, k, share, least, vocab):
+        by_count = (k > 0) & (k < vocab)
+        lo, _, weighs, _, _, top = opened(
+            extremes + row * parts * 2, temperature, k, share, least, vocab, parts, SHIFT, PARTS
+        )
+        drawn = tl.load(logits + row * logits_row + tl.load(tokens + row)).to(tl.float32)
+        if ((key_of(drawn) >> SHIFT).to(tl.int64) <= lo) | (by_count & (share < 1)):
+            verdict = SEARCHED  # what top_p means of what top_k keeps, nobody knows before that is found
+        elif by_count | (share < 1):
+            verdict = BY_SUMS
+            x, weight = weights(logits + row * logits_row, chunk, vocab, temperature, weighs, top)
+            at = sums + chunk * 2 * rows + row
+            tl.store(at, tl.sum((x > value_of(lo, SHIFT)).to(tl.float32) * weight, 0))
+            tl.store(at + rows, tl.sum((x > drawn).to(tl.float32) * weight, 0))
+    if chunk == 0:
+        tl.store(verdicts + row, verdict)
+
+
+@triton.jit(do_not_specialize_on_alignment=SETTINGS)
+def list_kernel(
+    top_k, top_p, verdicts, sums, listed, count, vocab, rows, ROWS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """List the rows whose drawn token is not kept or not known to be. One program; sums are made as in ``narrowed``."""
+    row = tl.arange(0, ROWS)
+    verdict = tl.load(verdicts + row, row < rows, DONE)
+    by_sums = verdict == BY_SUMS
+    whole = tl.zeros([ROWS], tl.float32)
+    above = tl.zeros([ROWS], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        at = sums + chunk * 2 * rows + row
+        whole += tl.load(at, by_sums, 0.0)
+        above += tl.load(at + rows, by_sums, 0.0)
+    k = tl.load(top_k + row, by_sums, 0)
+    target = tl.where((k > 0) & (k < vocab), k.to(tl.float32), tl.load(top_p + row, by_sums, 0.0) * whole)
+    open_rows = ((verdict == SEARCHED) | (by_sums & ~(above < target))).to(tl.int32)  # sums with NaN settle nothing
+    tl.store(listed + tl.cumsum(open_rows, 0) - 1, row, open_rows == 1)
+    tl.store(count, tl.sum(open_rows, 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def search_kernel(
-    logits, temperatures, top_k, top_p, min_p, extremes, state, new_state, sums, new_sums, vocab, logits_row, chunks,
+    logits, temperatures, top_k, top_p, min_p, extremes, listed, count, state, new_state, sums, new_sums,
+    vocab, logits_row, chunks, parts,
     FIRST: tl.constexpr, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, BY_VALUE: tl.constexpr,
-    PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Make one pass: every program of a row settles the last one for itself, then adds up its own chunks."""
-    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, share = tl.load(temperatures + row), tl.load(top_p + row)
-    if filters(temperature, tl.load(top_k + row), share, tl.load(min_p + row), vocab):
-        words: tl.constexpr = STATE + PIVOTS
+    """Make one pass over the listed rows: who works at a row settles its last pass anew, then adds up some chunks."""
+    words: tl.constexpr = STATE + PIVOTS
+    number_of_rows, programs = tl.load(count), tl.num_programs(0)
+    step = chunks  # a chunk for each program, or some for each, who then settle the last pass less often
+    if number_of_rows * chunks > programs:
+        step = tl.minimum(chunks, 4)
+    for item in range(tl.program_id(0), number_of_rows * step, programs):
+        row, first = tl.load(listed + item // step).to(tl.int64), item % step
+        temperature, share = tl.load(temperatures + row), tl.load(top_p + row)
         if FIRST:
             lo, hi, weighs, turn, target, top = opened(
-                extremes + row * programs * 2, temperature, tl.load(top_k + row), share, tl.load(min_p + row),
-                vocab, programs, SHIFT, PROGRAMS,
+                extremes + row * parts * 2, temperature, tl.load(top_k + row), share, tl.load(min_p + row),
+                vocab, parts, SHIFT, PARTS,
             )  # fmt: skip
         else:
             lo, hi, weighs, turn, target, top = narrowed(
                 state + row * words, sums + row * chunks * PIVOTS, share, chunks, SHIFT, PIVOTS, CHUNKS
             )
-        if program == 0:
+        if first == 0:
             remember(new_state + row * words, lo, hi, weighs, turn, target, top)
         if hi - lo > 1:
-            if program == 0:
+            if first == 0:
                 for number in tl.static_range(PIVOTS):
                     key = pivot(lo, hi, number, turn < BY_VALUE, SHIFT, PIVOTS)
                     tl.store(new_state + row * words + STATE + number, key.to(tl.int32))
             add_weights(
                 logits + row * logits_row, new_sums + row * chunks * PIVOTS, temperature, lo, hi, weighs, turn, top,
-                vocab, program, programs, chunks, SHIFT, PIVOTS, BY_VALUE,
+                vocab, first, step, chunks, SHIFT, PIVOTS, BY_VALUE,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def settle_kernel(
-    logits, temperatures, top_k, top_p, min_p, state, sums, lowest, vocab, logits_row, chunks,
+    logits, temperatures, top_p, listed, count, state, sums, lowest, vocab, logits_row, chunks,
     SHIFT: tl.constexpr, PIVOTS: tl.constexpr, BY_VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Settle the last pass, make those that a row still lacks (few do), and store the smallest logit it keeps."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, share = tl.load(temperatures + row), tl.load(top_p + row)
-    line = -float("inf")
-    if filters(temperature, tl.load(top_k + row), share, tl.load(min_p + row), vocab):
+    if tl.program_id(0) < tl.load(count):
+        row = tl.load(listed + tl.program_id(0)).to(tl.int64)
+        temperature, share = tl.load(temperatures + row), tl.load(top_p + row)
         state += row * (STATE + PIVOTS)
         sums += row * chunks * PIVOTS
         lo, hi, weighs, turn, target, top = narrowed(state, sums, share, chunks, SHIFT, PIVOTS, CHUNKS)
@@ -305,16 +403,18 @@ def settle_kernel(
             )  # fmt: skip
             tl.debug_barrier()
             lo, hi, weighs, turn, target, top = narrowed(state, sums, share, chunks, SHIFT, TAIL, CHUNKS)
-        line = value_of(lo + 1, SHIFT)
-    tl.store(lowest + row, line)
+        tl.store(lowest + row, value_of(lo + 1, SHIFT))
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
-def log_probs_of_chunk_kernel(logits, tokens, sums, best, vocab, logits_row, chunks, NUMBER: tl.constexpr):
+def log_probs_of_chunk_kernel(
+    logits, tokens, sums, best, vocab, logits_row, chunks, NUMBER: tl.constexpr, NARROW: tl.constexpr
+):  # fmt: skip
     """Find one chunk's largest logit, its sum of exp(logit - largest), how many beat the token, and the best ones.
 
     A logit and its token make one number, ``key << 32 | last id - token``: the largest is the best, of equals the one
-    with the lowest id.
+    with the lowest id. The search for it is most of the work: ``NARROW`` makes numbers of half the bits, for logits of
+    16 bits, as float32, have 13 zeros at their end, and a chunk is 2**13 tokens.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -326,28 +426,44 @@ def log_probs_of_chunk_kernel(logits, tokens, sums, best, vocab, logits_row, chu
     tl.store(sums, top)
     tl.store(sums + 1, tl.sum(tl.exp2((x - top) * 1.4426950408889634), 0))
     tl.store(sums + 2, tl.sum((x > own).to(tl.float32), 0))
-    word = (key_of(x).to(tl.int64) << 32) + (2147483647 - token)
-    word = tl.where(token < vocab, word, -9223372036854775808)
     best += (row * chunks + chunk) * NUMBER
+    if NARROW:
+        word = key_of(x) + (CHUNK - 1 - tl.arange(0, CHUNK))
+        none = tl.full([1], -2147483648, tl.int32)
+    else:
+        word = (key_of(x).to(tl.int64) << 32) + (2147483647 - token)
+        none = tl.full([1], -9223372036854775808, tl.int64)
+    word = tl.where(token < vocab, word, none)
     for place in range(NUMBER):
         largest = tl.max(word, 0)
-        tl.store(best + place, largest)
-        word = tl.where(word == largest, -9223372036854775808, word)
+        word = tl.where(word == largest, none, word)
+        wide = largest.to(tl.int64)
+        if NARROW:
+            offset = CHUNK - 1 - (wide & (CHUNK - 1))
+            wide = ((wide & -CHUNK) << 32) + (2147483647 - chunk * CHUNK - offset)
+            wide = tl.where(largest == -2147483648, -9223372036854775808, wide)
+        tl.store(best + place, wide)
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def log_probs_of_row_kernel(
-    logits, tokens, sums, best, own_out, rank_out, values, ids, logits_row, chunks,
-    NUMBER: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, tokens, sums, best, given, own_out, rank_out, values, ids, named, logits_row, chunks,
+    NUMBER: tl.constexpr, GIVEN: tl.constexpr, NORMALIZED: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bring one row's chunks together: each has ``NUMBER`` of its best, and so many come out."""
+    """Bring one row's chunks together: each has ``NUMBER`` of its best, and so many come out; and so do the given."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     at = sums + (row * chunks + chunk) * 3
     tops = tl.load(at, chunk < chunks, -3.4028234663852886e38)
     parts = tl.load(at + 1, chunk < chunks, 0.0)
     top = tl.max(tops, 0)
-    total = top + tl.log(tl.sum(parts * tl.exp2((tops - top) * 1.4426950408889634), 0))
+    total = 0.0
+    if NORMALIZED:
+        total = top + tl.log(tl.sum(parts * tl.exp2((tops - top) * 1.4426950408889634), 0))
+    for place in range(GIVEN):
+        asked = tl.load(given + row * GIVEN + place)
+        score = tl.load(logits + row * logits_row + asked).to(tl.float32)
+        tl.store(named + row * GIVEN + place, score - total)
     own = tl.load(logits + row * logits_row + tl.load(tokens + row)).to(tl.float32)
     tl.store(own_out + row, own - total)
     tl.store(rank_out + row, 1 + tl.sum(tl.load(at + 2, chunk < chunks, 0.0), 0).to(tl.int64))
@@ -362,12 +478,12 @@ def log_probs_of_row_kernel(
 
 def greedy(logits: Tensor) -> Tensor:
     """See ``reference.greedy``."""
-    return _best(logits)
+    return Draw(logits).tokens
 
 
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """See ``reference.draw``."""
-    return _best(logits, seeds=seeds, positions=positions)
+    return Draw(logits, seeds=seeds, positions=positions).tokens
 
 
 def choose(
@@ -375,83 +491,135 @@ def choose(
     seeds: Tensor, positions: Tensor, *, filtered: bool,
 ) -> Tensor:  # fmt: skip
     """See ``reference.choose``."""
-    lowest = lowest_kept(logits, temperatures, top_k, top_p, min_p) if filtered else None
-    return _best(logits, temperatures, lowest, seeds, positions)
+    drawn = Draw(logits, temperatures, seeds, positions, extremes=filtered)
+    rows, vocab = logits.shape
+    if not (filtered and rows):
+        return drawn.tokens
+    chunks = triton.cdiv(vocab, CHUNK.value)
+    verdicts, listed, count = (torch.empty(n, dtype=torch.int32, device=logits.device) for n in (rows, rows, 1))
+    sums = torch.empty(chunks, 2, rows, dtype=torch.float32, device=logits.device)
+    settings = (temperatures, top_k, top_p, min_p)
+    check_kernel[(rows, chunks)](
+        logits, *settings, drawn.tokens, drawn.extremes, verdicts, sums, vocab, logits.stride(0), chunks, drawn.chunks,
+        SHIFT=SHIFTS[logits.dtype], PARTS=triton.next_power_of_2(drawn.chunks), num_warps=WARPS, **FUSED,
+    )  # fmt: skip
+    list_kernel[(1,)](
+        top_k, top_p, verdicts, sums, listed, count, vocab, rows,
+        ROWS=triton.next_power_of_2(max(rows, 128)), CHUNKS=chunks, num_warps=WARPS, **FUSED,
+    )  # fmt: skip
+    lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _search(logits, settings, drawn, listed, count, lowest)
+    drawn.again(listed, count, lowest)
+    return drawn.tokens
 
 
 def lowest_kept(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """See ``reference.lowest_kept``; -inf for rows at temperature 0. Reads a row up to a dozen times."""
-    rows, vocab = logits.shape
-    few = rows < FEW_ROWS
-    pivots, by_value, passes = FEW if few else MANY
-    if logits.dtype is torch.float32:
-        passes *= 2
-    chunks = triton.cdiv(vocab, CHUNK.value)
-    programs = chunks if few else min(chunks, 4)
-    shift = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype]
-    device = logits.device
-    lowest = torch.empty(rows, dtype=torch.float32, device=device)
-    if not rows:
-        return lowest
-    extremes = torch.empty(rows, programs, 2, dtype=torch.float32, device=device)
-    states = torch.empty(2, rows, STATE.value + pivots, dtype=torch.int32, device=device)
-    sums = torch.empty(2, rows, chunks, pivots, dtype=torch.float32, device=device)
+    lowest = torch.full((len(logits),), -torch.inf, dtype=torch.float32, device=logits.device)
     settings = (temperatures, top_k, top_p, min_p)
-    sizes = dict(SHIFT=shift, PIVOTS=pivots, BY_VALUE=by_value, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS)
-    row = logits.stride(0)
-    extremes_kernel[(rows, programs)](logits, *settings, extremes, vocab, row, chunks, num_warps=WARPS, **FUSED)
-    for turn in range(passes):  # a pass reads what the one before left, and leaves its own beside it
-        old, new = turn % 2, 1 - turn % 2
-        search_kernel[(rows, programs)](
-            logits, *settings, extremes, states[old], states[new], sums[old], sums[new], vocab, row, chunks,
-            FIRST=turn == 0, PROGRAMS=triton.next_power_of_2(programs), **sizes, **FUSED,
-        )  # fmt: skip
-    last = passes % 2
-    settle_kernel[(rows,)](logits, *settings, states[last], sums[last], lowest, vocab, row, chunks, **sizes, **FUSED)
+    limited = ((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1) | (min_p > 0)
+    listed = ((temperatures > 0) & limited).nonzero()[:, 0].int()
+    if len(listed):
+        count = torch.full((1,), len(listed), dtype=torch.int32, device=logits.device)
+        _search(logits, settings, Draw(logits, extremes=True), listed, count, lowest)
     return lowest
 
 
-def log_probs(logits: Tensor, tokens: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _search(
+    logits: Tensor, settings: tuple[Tensor, ...], drawn: "Draw", listed: Tensor, count: Tensor, lowest: Tensor
+) -> None:
+    """Store the smallest logits that the first ``count`` of the listed rows keep."""
+    rows, vocab = logits.shape
+    temperatures, _, top_p, _ = settings
+    pivots, by_value, passes = FEW if rows < FEW_ROWS else MANY
+    if logits.dtype is torch.float32:
+        passes *= 2
+    chunks = triton.cdiv(vocab, CHUNK.value)
+    states = torch.empty(2, rows, STATE.value + pivots, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(2, rows, chunks, pivots, dtype=torch.float32, device=logits.device)
+    shift, row = SHIFTS[logits.dtype], logits.stride(0)
+    sizes = dict(SHIFT=shift, PIVOTS=pivots, BY_VALUE=by_value, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS)
+    for turn in range(passes):  # a pass reads what the one before left, and leaves its own beside it
+        old, new = turn % 2, 1 - turn % 2
+        search_kernel[(min(rows * chunks, MOST_PROGRAMS),)](
+            logits, *settings, drawn.extremes, listed, count, states[old], states[new], sums[old], sums[new],
+            vocab, row, chunks, drawn.chunks,
+            FIRST=turn == 0, PARTS=triton.next_power_of_2(drawn.chunks), **sizes, **FUSED,
+        )  # fmt: skip
+    last = passes % 2
+    settle_kernel[(rows,)](
+        logits, temperatures, top_p, listed, count, states[last], sums[last], lowest, vocab, row, chunks,
+        **sizes, **FUSED,
+    )  # fmt: skip
+
+
+def log_probs(
+    logits: Tensor, tokens: Tensor, number: int, given: Tensor | None = None, *, normalized: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See ``reference.log_probs``; the lowest id first among equals. ``number`` is at most ``MOST_LOGPROBS``."""
     rows, vocab = logits.shape
     device = logits.device
     kept = min(number, vocab)
+    given = tokens.new_empty(rows, 0) if given is None else given
     own = torch.empty(rows, dtype=torch.float32, device=device)
     ranks = torch.empty(rows, dtype=torch.int64, device=device)
     values = torch.empty(rows, kept, dtype=torch.float32, device=device)
     ids = torch.empty(rows, kept, dtype=torch.int64, device=device)
+    named = torch.empty(given.shape, dtype=torch.float32, device=device)
     if rows:
         chunks = triton.cdiv(vocab, CHUNK.value)
         sums = torch.empty(rows, chunks, 3, dtype=torch.float32, device=device)
         best = torch.empty(rows, chunks, kept, dtype=torch.int64, device=device)
         log_probs_of_chunk_kernel[(rows, chunks)](
-            logits, tokens, sums, best, vocab, logits.stride(0), chunks, NUMBER=kept, num_warps=WARPS, **FUSED
-        )
+            logits, tokens, sums, best, vocab, logits.stride(0), chunks,
+            NUMBER=kept, NARROW=SHIFTS[logits.dtype] >= 13, num_warps=WARPS, **FUSED,
+        )  # fmt: skip
         log_probs_of_row_kernel[(rows,)](
-            logits, tokens, sums, best, own, ranks, values, ids, logits.stride(0), chunks, NUMBER=kept,
+            logits, tokens, sums, best, given, own, ranks, values, ids, named, logits.stride(0), chunks,
+            NUMBER=kept, GIVEN=given.shape[1], NORMALIZED=normalized,
             CHUNKS=triton.next_power_of_2(chunks), BLOCK=triton.next_power_of_2(max(chunks * kept, 1)),
             num_warps=4, **FUSED,
         )  # fmt: skip
-    return own, ranks, values, ids
+    return own, ranks, values, ids, named
 
 
-def _best(
-    logits: Tensor, temperatures: Tensor | None = None, lowest: Tensor | None = None,
-    seeds: Tensor | None = None, positions: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Take the best logit; with ``seeds`` draw, at ``temperatures`` or at 1, among ``lowest`` and above or all."""
-    rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
-        return out
-    block = 4096 if rows >= 8 else 1024  # few rows: more programs, or most of the chip has nothing to do
-    chunks = triton.cdiv(vocab, block)
-    scores = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    best_of_chunk_kernel[(rows, chunks)](
-        logits, temperatures, lowest, seeds, positions, scores, tokens, vocab, logits.stride(0), chunks,
-        NOISE=seeds is not None, SCALED=temperatures is not None, FILTERED=lowest is not None,
-        FAST=logits.is_cuda and torch.version.hip is None, BLOCK=block, num_warps=block // 512, **FUSED,
-    )  # fmt: skip
-    best_of_row_kernel[(rows,)](scores, tokens, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **FUSED)
-    return out
+class Draw:
+    """The best tokens of all rows; with ``seeds`` drawn, at ``temperatures`` or at 1. ``again`` draws some anew."""
+
+    def __init__(
+        self, logits: Tensor, temperatures: Tensor | None = None, seeds: Tensor | None = None,
+        positions: Tensor | None = None, *, extremes: bool = False,
+    ) -> None:  # fmt: skip
+        self._inputs = (logits, temperatures, seeds, positions)
+        rows, vocab = logits.shape
+        self.block = 4096 if rows >= 8 else 1024  # few rows: more programs, or most of the chip has nothing to do
+        self.chunks = triton.cdiv(vocab, self.block)
+        device = logits.device
+        self.tokens = torch.empty(rows, dtype=torch.int64, device=device)
+        self._scores = torch.empty(rows, self.chunks, dtype=torch.float32, device=device)
+        self._tokens = torch.empty(rows, self.chunks, dtype=torch.int32, device=device)
+        self.extremes = torch.empty(rows, self.chunks, 2, dtype=torch.float32, device=device) if extremes else None
+        """Largest and smallest logit of each chunk, if asked for."""
+        if rows:
+            self._take((rows, self.chunks), self.extremes)
+
+    def again(self, listed: Tensor, count: Tensor, lowest: Tensor) -> None:
+        """Draw the first ``count`` of the listed rows anew, among the logits from ``lowest`` on."""
+        self._take((min(self._scores.numel(), MOST_PROGRAMS),), None, lowest, listed, count)
+
+    def _take(
+        self, grid: tuple[int, ...], extremes: Tensor | None,
+        lowest: Tensor | None = None, listed: Tensor | None = None, count: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        logits, temperatures, seeds, positions = self._inputs
+        best_of_chunk_kernel[grid](
+            logits, temperatures, lowest, seeds, positions, self._scores, self._tokens, extremes, listed, count,
+            logits.shape[1], logits.stride(0), self.chunks,
+            NOISE=seeds is not None, SCALED=temperatures is not None, LISTED=listed is not None,
+            EXTREMES=extremes is not None, FAST=logits.is_cuda and torch.version.hip is None,
+            BLOCK=self.block, num_warps=self.block // 512, **FUSED,
+        )  # fmt: skip
+        best_of_row_kernel[(len(logits),)](
+            self._scores, self._tokens, self.tokens, listed, count, self.chunks,
+            LISTED=listed is not None, BLOCK=triton.next_power_of_2(self.chunks), num_warps=1, **FUSED,
+        )  # fmt: skip

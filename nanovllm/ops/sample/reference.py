@@ -101,19 +101,55 @@ def lowest_kept(
     return torch.where(limited, torch.maximum(lowest, best.gather(1, last[:, None])[:, 0]), lowest)
 
 
+def processed(
+    logits: Float[Tensor, "rows vocab"],
+    temperatures: Float32[Tensor, " rows"],
+    top_k: Int32[Tensor, " rows"],
+    top_p: Float32[Tensor, " rows"],
+    min_p: Float32[Tensor, " rows"],
+) -> Float32[Tensor, "rows vocab"]:
+    """Return the logits that ``choose`` draws from: divided by the temperature, what filters drop at -inf.
+
+    Rows at temperature 0 stay as they are.
+    """
+    drawing = temperatures > 0
+    scaled = logits.float() / temperatures.where(drawing, 1.0)[:, None]
+    rows = drawing.nonzero()[:, 0]
+    if len(rows):
+        lowest = torch.full_like(temperatures, -torch.inf)
+        lowest[rows] = lowest_kept(*(each[rows] for each in (logits, temperatures, top_k, top_p, min_p)))
+        scaled.masked_fill_(logits < lowest[:, None], -torch.inf)
+    return scaled
+
+
 def log_probs(
-    logits: Float[Tensor, "rows vocab"], tokens: Int64[Tensor, " rows"], number: int
-) -> tuple[Float32[Tensor, " rows"], Int64[Tensor, " rows"], Float32[Tensor, "rows best"], Int64[Tensor, "rows best"]]:
-    """Return of each row its token's log-probability and rank from 1, and the ``number`` largest, with their ids.
+    logits: Float[Tensor, "rows vocab"],
+    tokens: Int64[Tensor, " rows"],
+    number: int,
+    given: Int64[Tensor, "rows given"] | None = None,
+    *,
+    normalized: bool = True,
+) -> tuple[
+    Float32[Tensor, " rows"], Int64[Tensor, " rows"], Float32[Tensor, "rows best"], Int64[Tensor, "rows best"],
+    Float32[Tensor, "rows given"],
+]:  # fmt: skip
+    """Return of each row its token's log-probability and rank from 1, the ``number`` largest, their ids, and those of
+    the ``given`` ids. ``normalized=False``: logits in the place of log-probabilities.
 
     Ranks count larger logits. Of equal logits among the best, any may come first. float32 inside; fewer than
     ``number`` if the vocabulary is smaller.
     """
     own = tokens[:, None]
-    all_of_them = logits.float().log_softmax(-1)
+    scores = logits.float().log_softmax(-1) if normalized else logits.float()
     ids = logits.topk(min(number, logits.shape[1]), dim=-1).indices
     ranks = (logits > logits.gather(1, own)).sum(-1) + 1
-    return all_of_them.gather(1, own)[:, 0], ranks, all_of_them.gather(1, ids), ids
+    return (
+        scores.gather(1, own)[:, 0],
+        ranks,
+        scores.gather(1, ids),
+        ids,
+        scores.gather(1, ids[:, :0] if given is None else given),
+    )
 
 
 def draw(
