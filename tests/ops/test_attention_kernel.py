@@ -466,8 +466,8 @@ def test_chunks_grow_with_the_context_so_that_they_stay_few():
     plan = paged.plan([1] * len(contexts), contexts, tables, 256, torch.device("cpu"))
     rows = sorted(plan.decodes.tolist())
     assert [row[:2] for row in rows] == [[place, context] for place, context in enumerate(contexts)]
-    assert [row[3] for row in rows] == [CHUNK, CHUNK, CHUNK, CHUNK, 2 * CHUNK, 4096]
-    parts = [1, 1, 2, paged.MAX_CHUNKS, paged.MAX_CHUNKS // 2 + 1, 32]
+    assert [row[3] for row in rows] == [CHUNK, CHUNK, CHUNK, CHUNK, 2 * CHUNK, 2048]
+    parts = [1, 1, 2, 64, 33, 64]
     assert plan.owners.bincount().tolist() == parts[::-1], "the longest come first"
 
 
