@@ -232,8 +232,9 @@ class DecodeGraphs:
         keys = [needed]  # the largest first: the others fit into its memory
         for rows in reversed([size for size in self.sizes if self.ahead and size <= needed.rows]):
             keys.append(needed._replace(rows=rows, cuts=Cuts()))
-            if self.backend.worth_cutting(2**20, rows * 2**20, kv_heads, self._processors, 0):
-                keys.append(needed._replace(rows=rows, cuts=Cuts(4 * rows, chunk=self.backend.MIN_CHUNK)))
+            if self.backend.worth_cutting(2**20, rows * 2**19, kv_heads, self._processors, 0):
+                for parts in (16 * rows, 4 * rows):
+                    keys.append(needed._replace(rows=rows, cuts=Cuts(parts, chunk=self.backend.MIN_CHUNK)))
         for key in keys:
             if key not in self._recorded:
                 self._recorded[key] = self._record_one(key)

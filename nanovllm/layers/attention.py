@@ -43,13 +43,13 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "*parts tokens width"],
+        x: Float[Tensor, "... tokens width"],
         residual: Float[Tensor, "tokens width"] | None,
         norm: RMSNorm,
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "*parts tokens width"], Float[Tensor, "tokens width"]]:
+    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"]]:
         """Attend to the norm of x + residual; return (what this adds to each token, maybe in parts; x + residual)."""
         projected, total = self.qkv_proj.after_norm(x, residual, norm)
         qkv = projected.view(projected.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]

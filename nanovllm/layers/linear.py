@@ -48,13 +48,13 @@ class Linear(nn.Module):
         assert self._product is not None, "a layer is used before prepare()"
         return self._product(x)
 
-    def in_parts(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "*parts tokens outputs"]:
+    def in_parts(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "... tokens outputs"]:
         """Apply the layer for a norm that adds: what comes out may lie in parts, see ``ops.linear.reference``."""
         assert self._product is not None, "a layer is used before prepare()"
         return self._product.in_parts(x)
 
     def after_norm(
-        self, x: Float[Tensor, "*parts tokens inputs"], residual: Float[Tensor, "tokens inputs"] | None, norm: RMSNorm
+        self, x: Float[Tensor, "... tokens inputs"], residual: Float[Tensor, "tokens inputs"] | None, norm: RMSNorm
     ) -> tuple[Float[Tensor, "tokens outputs"], Float[Tensor, "tokens inputs"]]:
         """Return (the layer of the norm of x + residual, that sum), in one pass where the device has one."""
         assert self._product is not None, "a layer is used before prepare()"
@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
     def gated_after_norm(
         self,
-        x: Float[Tensor, "*parts tokens inputs"],
+        x: Float[Tensor, "... tokens inputs"],
         residual: Float[Tensor, "tokens inputs"] | None,
         norm: RMSNorm,
         activation: str,

@@ -24,8 +24,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(
-        self, x: Float[Tensor, "*parts tokens width"], residual: Float[Tensor, "tokens width"] | None, norm: RMSNorm
-    ) -> tuple[Float[Tensor, "*parts tokens width"], Float[Tensor, "tokens width"]]:
+        self, x: Float[Tensor, "... tokens width"], residual: Float[Tensor, "tokens width"] | None, norm: RMSNorm
+    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"]]:
         """Return (what the block adds to each token, maybe in parts; x + residual)."""
         gated, total = self.gate_up_proj.gated_after_norm(x, residual, norm, self.activation)
         return self.down_proj.in_parts(gated), total

@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x: Float[Tensor, "*parts tokens width"], residual: Float[Tensor, "tokens width"]
+        self, x: Float[Tensor, "... tokens width"], residual: Float[Tensor, "tokens width"]
     ) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "tokens width"]]:
         """Return (the normalised sum, the sum)."""
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -34,12 +34,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "*parts tokens width"],
+        x: Float[Tensor, "... tokens width"],
         residual: Float[Tensor, "tokens width"] | None,
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "*parts tokens width"], Float[Tensor, "tokens width"]]:
+    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"]]:
         """Return (what is still to be added, maybe in parts; the residual)."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, angles, cache, batch)
         x, residual = self.mlp(x, residual, self.post_attention_layernorm)

@@ -122,8 +122,9 @@ def few_kernel(
     tile = _load(weights, inside, WHOLE)
     up_weights = weights
     up_tile = tile
+    beyond = tl.full((), INPUTS, tl.int64) * outputs  # where the lines of ``up`` begin
     if GATED:
-        up_weights += outputs.to(tl.int64) * INPUTS
+        up_weights += beyond
         up_tile = _load(up_weights, inside, WHOLE)
     gains = inside
     if NORM and TILES == 1:
@@ -131,7 +132,7 @@ def few_kernel(
     if WAITS and TILES > 1:
         _fetch(weight, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
         if GATED:
-            _fetch(weight + outputs.to(tl.int64) * INPUTS, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
+            _fetch(weight + beyond, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
     release(WAITS)  # the weights of the next kernel come after these
     wait(WAITS)
 
@@ -240,7 +241,7 @@ def many_kernel(
     place, column = _places(ALL, PARTS, CHUNKS)
     line = tl.minimum(first + place % LINES, outputs - 1).to(tl.int64)  # int64: beyond 2**31
     if GATED:
-        line += place // LINES * outputs.to(tl.int64)  # the second half is of ``up``
+        line += place // LINES * (tl.full((), 1, tl.int64) * outputs)  # the second half is of ``up``
     weights = weight + line * INPUTS + column
     tiles = ()
     for index in tl.static_range(AT_ONCE):

@@ -21,7 +21,7 @@ def in_parts(
     x: Float[Tensor, "tokens inputs"],
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, " outputs"] | None = None,
-) -> Float[Tensor, "*parts tokens outputs"]:
+) -> Float[Tensor, "... tokens outputs"]:
     """Return ``linear``, or float32 parts [parts, tokens, outputs] of it that are still to be added: see ``whole``."""
     return linear(x, weight, bias)
 

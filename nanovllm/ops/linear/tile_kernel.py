@@ -56,10 +56,11 @@ def tile_kernel(
     GATED: tl.constexpr = ACTIVATION is not None
     first = tl.program_id(0) * LINES
     begin = tl.program_id(1) * SPAN
+    beyond = tl.full((), INPUTS, tl.int64) * outputs  # where the lines of ``up`` begin
     if WAITS:
         _fetch(weight, first, outputs, begin, INPUTS, LINES, SPAN)
         if GATED:
-            _fetch(weight + outputs.to(tl.int64) * INPUTS, first, outputs, begin, INPUTS, LINES, SPAN)
+            _fetch(weight + beyond, first, outputs, begin, INPUTS, LINES, SPAN)
     release(WAITS)
     wait(WAITS)
 
@@ -75,7 +76,7 @@ def tile_kernel(
         values = tl.trans(_load(x_at + start, inside, WHOLE))
         sums = tl.dot(_load(weight_at + start, inside, WHOLE), values, sums)
         if GATED:
-            up = _load(weight_at + outputs.to(tl.int64) * INPUTS + start, inside, WHOLE)
+            up = _load(weight_at + beyond + start, inside, WHOLE)
             up_sums = tl.dot(up, values, up_sums)
 
     result = tl.trans(sums)  # [ROWS, LINES]

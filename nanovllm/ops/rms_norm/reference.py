@@ -18,13 +18,13 @@ def rms_norm(
     return (wide * scale).to(x.dtype) * weight
 
 
-def whole(x: Float[Tensor, "*parts tokens width"], dtype: torch.dtype) -> Float[Tensor, "tokens width"]:
+def whole(x: Float[Tensor, "... tokens width"], dtype: torch.dtype) -> Float[Tensor, "tokens width"]:
     """Return the sum of the parts that a product may come in (``linear.reference.in_parts``)."""
     return x if x.dim() == 2 else x.sum(0).to(dtype)
 
 
 def add_rms_norm(
-    x: Float[Tensor, "*parts tokens width"],
+    x: Float[Tensor, "... tokens width"],
     residual: Float[Tensor, "tokens width"],
     weight: Float[Tensor, " width"],
     eps: float,
