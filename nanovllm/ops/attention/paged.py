@@ -55,10 +55,6 @@ FRESH_DECODES = (2, 16)
 """How many decodes ``attend_fresh`` is for: with more, or one alone, what each program does to its queries takes longer
 than the launch that is saved."""
 
-AHEAD, AHEAD_DECODES = 128, 1
-"""Tokens of which a program asks for keys and values early, and for how many decodes at most: with more there is no
-bandwidth to spare."""
-
 SHORT_CHUNKS = (64, 128)
 """Tokens of the chunks of steps that are so small that even these leave processors idle, from the shortest."""
 
@@ -451,7 +447,8 @@ def _decode(
     tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
     if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
         tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
-    ahead = AHEAD if parts is not None and plan.decodes.shape[0] <= AHEAD_DECODES + 1 else 0
+    # a short context alone: whoever reads more has no bandwidth to spare before its turn
+    ahead = plan.chunk if parts is not None and plan.decodes.shape[0] <= 2 and plan.chunk < MIN_CHUNK else 0
     kernel.decode(
         query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead,
         *_fit(tiles, width, plan.shared_bytes),

@@ -23,7 +23,7 @@ LONG, WIDE = 3072, 32_768
 """The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains. A product
 with more outputs, a head, is large enough for cuBLAS from 17 rows on."""
 
-NORM_ROWS = 8
+NORM_ROWS = 2
 """Most rows that go to a kernel with the norm in it, which each of its programs computes again."""
 
 
@@ -42,7 +42,7 @@ class FewRows(Product):
         self.kernel, self.tile_kernel, self.weight, self.bias = kernel, tile_kernel, weight, bias
         long = weight.shape[1] > LONG
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
-        self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, self.rows)
+        self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, kernel.FEW)
         if weight.shape[1] > kernel.WIDEST:
             self.norm_rows = 0
         tiles = not long and weight.shape[0] < WIDE and weight.element_size() == 2

@@ -217,18 +217,15 @@ def _operand(tile, LINES: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexp
 
 @triton.jit(do_not_specialize=["rows"])
 def many_kernel(
-    x, residual, gain, weight, bias, out, total, rows, outputs, x_row, residual_row, eps,
+    x, weight, bias, out, rows, outputs, x_row,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr,
-    HELD: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WAITS: tl.constexpr,
+    HELD: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows, padded to ``ROWS``, by ``LINES`` lines of the weight on the matrix units.
 
     A tile has ``PARTS`` times ``CHUNKS`` times 32 columns, a part for each warp: the parts are summed side by side and
     added at the end. ``HELD`` tiles of the weight are under way at a time, from registers to matrix units. One of the
     factors has a multiple of 16 lines, the other of 8: the weight takes the former if it can.
-
-    What a norm divides a row by is known when all of it has been read, and divides the row's results instead.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     GATED: tl.constexpr = ACTIVATION is not None
@@ -251,33 +248,19 @@ def many_kernel(
     wait(WAITS)
 
     row, x_column = _places(ROWS, PARTS, CHUNKS)
-    x_at = tl.minimum(row, rows - 1).to(tl.int64) * x_row + x_column
-    residual_at = tl.minimum(row, rows - 1).to(tl.int64) * residual_row + x_column
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64) * x_row + x_column
     factors = ()
     for index in tl.static_range(AT_ONCE):
         start = index * COLUMNS
-        inside = start + x_column < INPUTS
-        factors += (_load_sum(x, residual, x_at + start, residual_at + start, inside, ADD, WHOLE),)
+        factors += (_load(x_at + start, start + x_column < INPUTS, WHOLE),)
     sums = tl.zeros([PARTS, ROWS, ALL] if ALL == 8 else [PARTS, ALL, ROWS], tl.float32)
-    squares = tl.zeros([ROWS * PARTS * CHUNKS], tl.float32)
     for index in tl.static_range(TILES):
         start = (index + HELD) * COLUMNS
         if index + HELD < TILES:
             tiles += (_load(weights + start, start + column < INPUTS, WHOLE),)
-            inside = start + x_column < INPUTS
-            factors += (_load_sum(x, residual, x_at + start, residual_at + start, inside, ADD, WHOLE),)
+            factors += (_load(x_at + start, start + x_column < INPUTS, WHOLE),)
         tile = _operand(tiles[index], ALL, PARTS, CHUNKS)
-        values = factors[index]
-        if NORM:
-            start = index * COLUMNS
-            inside = start + x_column < INPUTS
-            if ADD:  # the first program alone
-                width = tl.where(tl.program_id(0) == 0, INPUTS, 0)
-                tl.store(total + row * INPUTS + start + x_column, values, (row < rows) & (start + x_column < width))
-            wide = values.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            values = (wide * _load(gain + start + x_column, inside, WHOLE).to(tl.float32)).to(DTYPE)
-        factor = _operand(values, ROWS, PARTS, CHUNKS)
+        factor = _operand(factors[index], ROWS, PARTS, CHUNKS)
         if ALL == 8:
             sums = tl.dot(factor, tl.permute(tile, (0, 2, 1)), sums)
         else:
@@ -286,9 +269,6 @@ def many_kernel(
     result = tl.sum(sums, 0)
     if ALL > 8:
         result = tl.trans(result)  # [ROWS, ALL]
-    if NORM:  # the lines of a tile lie as ``_places`` says
-        squares = tl.reshape(tl.sum(tl.reshape(squares, (ROWS // 8, PARTS * CHUNKS, 8)), 1), (ROWS,))
-        result *= tl.rsqrt(squares / INPUTS + eps)[:, None]
     place = first + tl.arange(0, LINES)[None, :]
     exists = place < outputs
     if GATED:
@@ -365,7 +345,7 @@ def norm_linear(
     bias: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.norm_linear``. Takes what ``linear`` takes, with up to ``WIDEST`` inputs."""
+    """See ``reference.norm_linear``. Takes up to ``FEW`` rows of up to ``WIDEST`` inputs."""
     out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0]), memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, residual, norm_weight, eps, weight, bias, out, total, None, tile)
@@ -382,7 +362,7 @@ def norm_gated(
     activation: str,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.norm_gated``. Takes what ``linear`` takes, with up to ``WIDEST`` inputs."""
+    """See ``reference.norm_gated``. Takes up to ``FEW`` rows of up to ``WIDEST`` inputs."""
     out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0] // 2), memory_format=torch.contiguous_format)
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, residual, norm_weight, eps, weight, bias, out, total, activation, tile)
@@ -405,7 +385,9 @@ def _launch(
     assert rows <= most_rows(x.dtype) and weight.is_contiguous(), "the front door sees to it"
     if not rows or not outputs:
         return
-    if tile is None:
+    if tile is None and gain is not None:
+        tile = few_tile(rows, outputs, inputs, activation is not None)
+    elif tile is None:
         tile = choose(rows, outputs, inputs, activation is not None, x.dtype)
     grid = (triton.cdiv(outputs, tile.outputs),)
     shared = {
@@ -413,17 +395,18 @@ def _launch(
         "num_warps": tile.warps, **launch_options(x), **FUSED,
     }  # fmt: skip
     padded = triton.next_power_of_2(rows)
-    operands = (
-        x, x if residual is None else residual, x if gain is None else gain, weight, x if bias is None else bias, out,
-        x if total is None else total, rows, outputs, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-    )  # fmt: skip
-    shared |= {"NORM": gain is not None, "ADD": residual is not None}
+    no_bias = x if bias is None else bias
     if tile.held:
+        assert gain is None, "norms are computed without the matrix units"
         shared["WAITS"] = min(shared["WAITS"], 1)  # the next kernel's programs would take the room of this one's
         fewest = 16 if tile.outputs * (1 if activation is None else 2) == 8 else 8
         many_kernel[grid](
-            *operands, ROWS=max(padded, fewest), PARTS=tile.warps, CHUNKS=tile.inputs // (32 * tile.warps),
-            HELD=tile.held, **shared,
+            x, weight, no_bias, out, rows, outputs, x.stride(0), ROWS=max(padded, fewest), PARTS=tile.warps,
+            CHUNKS=tile.inputs // (32 * tile.warps), HELD=tile.held, **shared,
         )  # fmt: skip
-    else:
-        few_kernel[grid](*operands, ROWS=padded, COLUMNS=tile.inputs, **shared)
+        return
+    few_kernel[grid](
+        x, x if residual is None else residual, x if gain is None else gain, weight, no_bias, out,
+        x if total is None else total, rows, outputs, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+        ROWS=padded, COLUMNS=tile.inputs, NORM=gain is not None, ADD=residual is not None, **shared,
+    )  # fmt: skip
