@@ -217,9 +217,9 @@ class Request:
         return range(max(start, len(self.prompt_logprobs) - 1), min(stop, len(self.prompt_token_ids) - 1))
 
     def score(self, start: int, scores: Scores, rows: Sequence[int]) -> None:
-        """Add ``Sampled.prompt``, but for what is known already: a preempted prompt is computed anew."""
-        assert self.prompt_logprobs is not None and start <= len(self.prompt_logprobs), "some are missing"
-        self.prompt_logprobs.extend(scores, rows[len(self.prompt_logprobs) - start :])
+        """Add ``Sampled.prompt``. Nothing comes twice: a preempted prompt runs again when all its steps are settled."""
+        assert self.prompt_logprobs is not None and start == len(self.prompt_logprobs), "the next one is another"
+        self.prompt_logprobs.extend(scores, rows)
 
     def append(self, sampled: Sampled) -> None:
         """Add a drawn token and decide whether it ends the request (``finish_reason`` is then set).
