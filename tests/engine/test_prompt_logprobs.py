@@ -4,13 +4,16 @@ transformers' own are compared in tests/gpu/test_models.py, on a CPU too.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import RequestError, SamplingParams, batch
 from nanovllm.ops.take_tokens import take_tokens
-from nanovllm.outputs import Logprobs
+from nanovllm.outputs import Logprobs, Unscored
+from nanovllm.request import Request
+from nanovllm.scheduler import Span
 from nanovllm.scoring import prompts as room
 
 ATOL = 1e-4
@@ -251,6 +254,40 @@ def test_a_failed_step_leaves_the_next_request_whole(open_llm, alone, monkeypatc
         run(llm, [prompt], params(2))
     monkeypatch.undo()
     assert_same(run(llm, [prompt], params(2))[0].prompt_logprobs, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_never_waited_for():
+    """And what it says is what the host says of the same rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(600, 64, generator=generator), torch.randn(64, 1009, generator=generator)
+    requests = [
+        Request(
+            request_id="", prompt_token_ids=prompt, params=params(number), max_tokens=1, arrival=0,
+            prompt_logprobs=Logprobs([Unscored()], [0]),
+        )
+        for prompt, number in zip(draw_prompts(400, 3, 300), (5, 0, 5), strict=True)
+    ]  # fmt: skip
+    spans = [Span(request, 0, stop, False) for request, stop in zip(requests, (300, 3, 297), strict=True)]
+    told = []
+    for device in ("cpu", "cuda"):
+        weights, rows = head.to(device), hidden.to(device)
+        model = SimpleNamespace(logits=lambda part, weights=weights: part @ weights)
+        room.score_prompts(model, rows, spans, "raw_logprobs")  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            deal = room.score_prompts(model, rows, spans, "raw_logprobs")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        told.append([one.prompt for one in deal([None] * 3)])
+    for (place, scores, rows), (other_place, others, other_rows) in zip(*told, strict=True):
+        assert (place, rows) == (other_place, other_rows)
+        for row in rows:
+            one, other = scores.entry(row), others.entry(row)
+            assert next(iter(one)) == next(iter(other)) and set(one) == set(other)
+            assert all(one[token].logprob == pytest.approx(other[token].logprob, abs=1e-2) for token in one)
 
 
 def test_what_is_refused(open_llm, tiny):

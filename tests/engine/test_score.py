@@ -53,9 +53,9 @@ def test_a_single_prompt_takes_one_continuation_or_a_list(open_llm):
 def test_the_greedy_continuation_is_called_so(open_llm):
     llm = open_llm()
     prompt = llm.get_tokenizer().encode("Once upon a time")
-    asked = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0)
+    asked = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2)
     (output,) = llm.generate([prompt], asked, use_tqdm=False)
-    other = [*output.token_ids[:-1], (output.token_ids[-1] + 1) % 256]
+    other = [*output.token_ids[:-1], list(output.outputs[0].logprobs[-1])[1]]
     ((greedy, not_greedy),) = llm.score(prompt, [output.token_ids, other])
     assert greedy.is_greedy and not not_greedy.is_greedy
     assert greedy.logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-4)
@@ -107,6 +107,24 @@ def test_a_prompt_is_computed_once(open_llm, monkeypatch):
     assert sum(computed[2:]) == 9 + 10 + 9 + 9
     for one, tokens in zip([*found[0], found[1]], ([1], [2, 3], [4], [5]), strict=True):
         assert_score(llm, one, prompts[tokens == [5]] + tokens, 40)
+
+
+def test_small_pools_take_few_prompts_at_a_time_and_salts_share_nothing(open_llm, monkeypatch):
+    llm = open_llm(num_gpu_blocks_override=12)
+    computed, submit = [], llm.llm_engine._runner.submit
+    monkeypatch.setattr(
+        llm.llm_engine._runner, "submit", lambda output: computed.append(output.num_tokens) or submit(output)
+    )
+    prompts = [list(range(start, start + 33)) for start in (0, 70, 140, 210)]
+    llm.score(prompts, [[[1], [2]]] * 4)
+    assert sum(computed) == 4 * (34 + 2), "none was evicted before its second continuation"
+    llm.score(prompts[0], [[3]])
+    before = sum(computed)
+    llm.score([{"prompt_token_ids": prompts[0], "cache_salt": salt} for salt in "ab"], [[1], [1]])
+    assert sum(computed) - before == 2 * 34
+    steps = len(computed)
+    llm.score([[7, 8]] * 3, [[1], [2], [3]])
+    assert len(computed) == steps + 1, "there is no full block to wait for"
 
 
 @pytest.mark.parametrize("options", [
