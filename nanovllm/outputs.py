@@ -147,7 +147,8 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """One dict for each prompt token, that token first; None for the first one and for those before
-    ``prompt_logprob_start``; only if asked for. Shorter if the request ended before its prompt was computed."""
+    ``prompt_logprob_start``; only if asked for. A list that is made when it is read, the same in every output of a
+    stream; shorter if the request ended before its prompt was computed."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 

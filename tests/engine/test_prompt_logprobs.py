@@ -3,13 +3,14 @@
 transformers' own are compared in tests/gpu/test_models.py, on a CPU too.
 """
 
+import asyncio
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanovllm import RequestError, SamplingParams, batch
+from nanovllm import AsyncLLM, RequestError, RequestOutputKind, SamplingParams, batch
 from nanovllm.ops.take_tokens import take_tokens
 from nanovllm.outputs import Logprobs, Unscored
 from nanovllm.request import Request
@@ -233,6 +234,19 @@ def test_a_step_ahead_changes_nothing(open_llm, alone, monkeypatch, options):
     for output, entries in zip(outputs, expected, strict=True):
         assert_same(output.prompt_logprobs, entries)
     assert bool(options) == (llm.llm_engine.scheduler.num_preemptions > 0)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_every_output_of_a_stream_has_them(open_llm, alone, kind):
+    (prompt,) = draw_prompts(20)
+    (expected,) = alone([prompt])
+
+    async def read():
+        async with AsyncLLM(open_llm(max_num_batched_tokens=8)) as llm:
+            return [output async for output in llm.generate(prompt, params(2, 5, output_kind=kind))]
+
+    for output in asyncio.run(read()):
+        assert_same(output.prompt_logprobs, expected)
 
 
 def test_an_aborted_request_has_what_was_found(open_llm):
