@@ -97,9 +97,11 @@ class BlockManager:
         """Give a waiting request blocks for all its tokens, or return False and change nothing.
 
         Leading blocks come from the prefix cache where they can be found, and ``num_computed_tokens`` then
-        starts behind them; at least one token is always left to compute. ``reserve`` blocks stay free.
+        starts behind them; at least one token is always left to compute, and all whose rows tell log-probabilities of
+        the prompt. ``reserve`` blocks stay free.
         """
-        hits = self._match(request, (request.num_tokens - 1) // self.block_size)
+        unscored = request.unscored(0, request.num_tokens)
+        hits = self._match(request, (unscored.start if unscored else request.num_tokens - 1) // self.block_size)
         missing = self.blocks_for(request.num_tokens) - len(hits)
         usable = self.num_free - sum(block.ref_count == 0 for block in hits)
         if missing + reserve > usable:

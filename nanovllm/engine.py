@@ -17,7 +17,7 @@ from itertools import count
 from typing import Protocol
 
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput, Unscored
 from nanovllm.request import Matcher, Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 Fetch = Callable[[], Sequence[Sampled | None]]
-"""Waits for a step; returns one entry for each span: the drawn token, or None where the span draws none."""
+"""Waits for a step; returns one entry for each span: what was found out, or None where that is nothing."""
 
 
 class Runner(Protocol):
@@ -125,6 +125,8 @@ class LLMEngine:
             request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         room = self.limits.max_model_len - len(tokens)
         seed = derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed
+        number = 0 if params.prompt_logprobs is None else 1 + (params.prompt_logprob_start or 0)
+        unscored = Logprobs([Unscored()] * number, [0] * number, self._decode_token) if number else None
         samples = [
             Request(
                 request_id=request_id,
@@ -139,6 +141,7 @@ class LLMEngine:
                 bad_words=self._encoded(params),
                 priority=priority,
                 cache_salt=cache_salt,
+                prompt_logprobs=unscored if index == 0 else None,
                 builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
                 matcher=matcher,
                 stream=stream,
@@ -259,9 +262,12 @@ class LLMEngine:
             for token in getattr(params, name) or ():
                 if token >= limits.vocab_size:
                     _refuse(name, token, f"must hold integers from 0 to {limits.vocab_size - 1}")
-        asked = limits.vocab_size if params.logprobs == -1 else params.logprobs or 0
-        if 0 <= limits.max_logprobs < asked:
-            _refuse("logprobs", params.logprobs, f"must not exceed max_logprobs={limits.max_logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name) or 0
+            if 0 <= limits.max_logprobs < (limits.vocab_size if asked == -1 else asked):
+                _refuse(name, asked, f"must not exceed max_logprobs={limits.max_logprobs}")
+        if (start := params.prompt_logprob_start or 0) >= len(tokens):
+            _refuse("prompt_logprob_start", start, f"must be below the prompt's {len(tokens)} tokens")
         self._check_something_is_left(params)
         if params.stop_strings and self._make_builder is None:
             _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
@@ -299,6 +305,7 @@ class LLMEngine:
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(request) for request in news],
             finished=all(request.is_finished for request in samples or news),
+            prompt_logprobs=(samples or news)[0].prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
         )
 

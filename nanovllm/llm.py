@@ -20,12 +20,13 @@ from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
 from nanovllm.request import Request
-from nanovllm.sampling_params import NOT_YET, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
+SCORE = "nanovllm.scoring:score"
 
 Priority = int | Sequence[int] | None
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -105,14 +106,8 @@ class LLM:
         names = {"max_new_tokens": "max_tokens"} | {
             name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         }
-        found = {
-            names[name]: value
-            for name, value in self._alive().generation_config.items()
-            if name in names and value is not None
-        }
-        for name in [name for name in found if found[name] != NOT_YET.get(name, found[name])]:
-            logger.warning("%s=%r from generation_config.json is not supported yet and left out", name, found.pop(name))
-        return SamplingParams(**found)
+        known = self._alive().generation_config
+        return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
 
     def generate(
         self,
@@ -177,6 +172,10 @@ class LLM:
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any) -> Any:
         """Search with ``BeamSearchParams``; see ``nanovllm.beam_search.beam_search``."""
         return find(BEAM_SEARCH)(self, prompts, params, **options)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Any, **options: Any) -> Any:
+        """Return the log-probabilities of given continuations; see ``nanovllm.scoring.score``."""
+        return find(SCORE)(self, prompts, continuations, **options)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         """Return (text, token ids, cache salt) of a prompt. Any thread may ask."""

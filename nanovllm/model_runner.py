@@ -10,12 +10,16 @@ from typing import Any
 import torch
 
 from nanovllm.batch import Drawn, build_batch
+from nanovllm.checkpoint import find
 from nanovllm.cuda_graphs import DecodeGraphs
 from nanovllm.engine import Fetch
 from nanovllm.kv_cache import KVCache
 from nanovllm.request import Sampled
 from nanovllm.sampler import Samples, sample
 from nanovllm.scheduler import SchedulerOutput, Span
+
+PROMPTS = "nanovllm.scoring.prompts:score_prompts"
+"""What finds out the log-probabilities of prompt tokens."""
 
 
 class ModelRunner:
@@ -65,6 +69,7 @@ class ModelRunner:
     def submit(self, output: SchedulerOutput) -> Fetch:
         """Begin the step; return what waits for its tokens."""
         drawing = [span for span in output.spans if span.samples]
+        samples = prompts = None
         if self._graphs is not None and self._graphs.fits(output.spans):
             samples = self._graphs.run(drawing)
         else:
@@ -72,26 +77,31 @@ class ModelRunner:
                 output, self.cache.block_size, self.backend, self._drawn, deterministic=self.deterministic
             )
             hidden = self.model(batch, self.cache)
-            if not drawing:
-                return lambda: [None] * len(output.spans)
-            logits = self.model.logits(hidden[batch.sample_rows])
-            samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
+            if any(span.request.unscored(span.start, span.stop) for span in output.spans):
+                prompts = find(PROMPTS)(self.model, hidden, output.spans, self.logprobs_mode)
+            if drawing:
+                logits = self.model.logits(hidden[batch.sample_rows])
+                samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
+        if samples is prompts is None:
+            return lambda: [None] * len(output.spans)
         if not self.lookahead:
-            return _dealer(output.spans, samples)
-        self._drawn.keep(drawing, samples.tokens)
-        there = samples.to_host()
+            return _dealer(output.spans, samples, prompts, None)
+        if samples is not None:
+            self._drawn.keep(drawing, samples.tokens)
+            samples = samples.to_host()
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return _dealer(output.spans, there, arrived.synchronize)
+        return _dealer(output.spans, samples, prompts, arrived.synchronize)
 
 
-def _dealer(spans: Sequence[Span], samples: Samples, wait: Callable[[], None] | None = None) -> Fetch:
-    """Return what waits for the samples and deals them out to the spans that drew."""
+def _dealer(spans: Sequence[Span], samples: Samples | None, prompts: Any, wait: Callable[[], None] | None) -> Fetch:
+    """Return what waits for the samples and deals them out to the spans that drew, ``prompts`` to those it is about."""
 
     def fetch() -> list[Sampled | None]:
         if wait is not None:
             wait()
-        sampled = iter(samples.sampled())
-        return [next(sampled) if span.samples else None for span in spans]
+        sampled = iter(samples.sampled() if samples is not None else ())
+        dealt = [next(sampled) if span.samples else None for span in spans]
+        return dealt if prompts is None else prompts(dealt)
 
     return fetch

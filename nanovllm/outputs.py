@@ -25,6 +25,17 @@ class Scores(Protocol):
         """Return the log-probability of the drawn token of a row."""
 
 
+class Unscored:
+    """Scores of prompt tokens that have none: an entry is None. Implements ``Scores``."""
+
+    def entry(self, row: int) -> Any:
+        """Return None."""
+
+    def own(self, row: int) -> float:
+        """Return 0, the logarithm of certainty."""
+        return 0.0
+
+
 class Logprobs(Sequence[dict[int, Logprob]]):
     """One dict for each token of a request, the drawn token first: a list that is made when it is read.
 
@@ -45,8 +56,12 @@ class Logprobs(Sequence[dict[int, Logprob]]):
 
     def append(self, step: Scores, row: int) -> None:
         """Add what a step found out about one of its rows."""
-        self._steps.append(step)
-        self._rows.append(row)
+        self.extend(step, (row,))
+
+    def extend(self, step: Scores, rows: Sequence[int]) -> None:
+        """Add what a step found out about several of its rows."""
+        self._steps += [step] * len(rows)
+        self._rows += rows
 
     def since(self, start: int, decode: Callable[[int], str] | None) -> "Logprobs":
         """Return the dicts from ``start`` on as a list of their own, whose tokens get their text from ``decode``."""
@@ -68,7 +83,7 @@ class Logprobs(Sequence[dict[int, Logprob]]):
             return Logprobs(self._steps[place], self._rows[place], self._decode)
         entry = self._steps[place].entry(self._rows[place])
         if self._decode is not None:
-            for token, found in entry.items():
+            for token, found in (entry or {}).items():
                 found.decoded_token = self._decode(token)
         return entry
 
@@ -130,6 +145,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = True
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    """One dict for each prompt token, that token first; None for the first one and for those before
+    ``prompt_logprob_start``; only if asked for. A list that is made when it is read, the same in every output of a
+    stream; shorter if the request ended before its prompt was computed."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 

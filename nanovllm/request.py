@@ -1,7 +1,7 @@
 """One prompt, and what has been made of it."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -42,12 +42,15 @@ class Matcher(Protocol):
 
 
 class Sampled(NamedTuple):
-    """What the model runner drew for one request."""
+    """What the model runner found out for one request."""
 
     token_id: int
+    """What it drew; -1 after a span that draws nothing."""
     scores: Scores | None = None
     """What the step knows of log-probabilities, if the request asked for them: it is that of ``row``."""
     row: int = 0
+    prompt: tuple[int, Scores, Sequence[int]] | None = None
+    """The place of the first prompt token that the step tells something about, what it tells, and in which rows."""
 
     @property
     def logprobs(self) -> dict[int, Logprob] | None:
@@ -134,6 +137,8 @@ class Request:
     counts: TokenCounts | None = None
     """Of the known tokens, if penalties ask for them."""
     logprobs: Logprobs = field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs | None = None
+    """Those of the leading prompt tokens as far as they are known, if this sample has to find them out."""
     num_sent_tokens: int = 0
     num_sent_chars: int = 0
     sent_logprob: float = 0.0
@@ -187,13 +192,47 @@ class Request:
         prompt = self.prompt_token_ids if self.params.repetition_penalty != 1.0 else ()
         return TokenCounts(prompt, self.token_ids[start:stop])
 
+    def too_short(self, stop: int) -> bool:
+        """Whether the output must not end yet, as of its first ``stop`` tokens."""
+        return stop - len(self.prompt_token_ids) < self.params.min_tokens
+
+    def ends_with(self, tokens: tuple[int, ...], stop: int) -> bool:
+        """Whether the output, as of its first ``stop`` tokens, is known to end with these."""
+        start = stop - len(tokens)
+        return not tokens if start < len(self.prompt_token_ids) else self.token_ids[start:stop] == list(tokens)
+
+    def banned(self, stop: int) -> frozenset[int]:
+        """Return ids that must not come after the first ``stop`` tokens: those that would end the request before
+        ``min_tokens``, and the last ones of bad words whose others stand at the end of the output.
+        """
+        banned = {word[-1] for word in self.bad_words if self.ends_with(word[:-1], stop)}
+        if self.too_short(stop):
+            banned |= self.eos_token_ids.union(self.params.stop_token_ids or ())
+        return frozenset(banned)
+
+    def unscored(self, start: int, stop: int) -> range:
+        """Return the places of a span whose rows have still to tell the log-probability of the next prompt token."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(stop, len(self.prompt_token_ids) - 1))
+
+    def score(self, start: int, scores: Scores, rows: Sequence[int]) -> None:
+        """Add ``Sampled.prompt``. Nothing comes twice: a preempted prompt runs again when all its steps are settled."""
+        assert self.prompt_logprobs is not None and start == len(self.prompt_logprobs), "the next one is another"
+        self.prompt_logprobs.extend(scores, rows)
+
     def append(self, sampled: Sampled) -> None:
         """Add a drawn token and decide whether it ends the request (``finish_reason`` is then set).
 
         End ids come before length, as in vLLM; a stop string completed by the last token allowed counts as a
-        stop. A token that ends the request by its id adds nothing to the text.
+        stop. A token that ends the request by its id adds nothing to the text. A token that was not allowed is not
+        added: it is what a row of -inf alone gives, when bad words have banned all that ``allowed_token_ids`` leaves.
         """
         token = sampled.token_id
+        allowed = self.params.allowed_token_ids
+        if allowed and (token not in allowed or token in self.banned(len(self.token_ids))):
+            self.finish_reason = "error"
+            return
         self.token_ids.append(token)
         if self.counts is not None:
             self.counts.add(token)

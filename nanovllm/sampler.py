@@ -144,9 +144,8 @@ def adjusted(logits: Float[Tensor, "rows vocab"], spans: Sequence[Span], drawn: 
     if matcher is not None:  # it knows of the others, and of banned ids
         matcher.mask(logits, spans)
     allowed = [(row, token) for row, span in enumerate(spans) for token in span.request.params.allowed_token_ids or ()]
-    banned = [
-        (row, token) for row, span in enumerate(spans) if not span.request.matcher for token in banned_token_ids(span)
-    ]
+    banned = [(row, token) for row, span in enumerate(spans) if not span.request.matcher
+              for token in span.request.banned(span.stop)]  # fmt: skip
     suspects = [(row, *pair) for row, span in enumerate(spans) for pair in unsettled_bans(span)]
     biases = [
         (row, token, bias)
@@ -202,7 +201,7 @@ def _unknown(span: Span, drawn: Drawn | None) -> int:
 
 def adjusts(span: Span) -> bool:
     """Whether a request's next token is drawn from other logits than the model's."""
-    return span.request.adjusts or _too_short(span)
+    return span.request.adjusts or span.request.too_short(span.stop)
 
 
 def plain(span: Span) -> bool:
@@ -242,34 +241,9 @@ def filters(params: SamplingParams) -> bool:
     return not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
 
-def _too_short(span: Span) -> bool:
-    request = span.request
-    return span.stop - len(request.prompt_token_ids) < request.params.min_tokens
-
-
-def banned_token_ids(span: Span) -> frozenset[int]:
-    """Ids that must not be drawn after a span: those that would end its request before ``min_tokens``, and the last
-    ones of bad words whose others stand at the end of the output.
-    """
-    request = span.request
-    banned = {word[-1] for word in request.bad_words if _ends_with(span, word[:-1])}
-    if _too_short(span):
-        banned |= request.eos_token_ids.union(request.params.stop_token_ids or ())
-    return frozenset(banned)
-
-
 def unsettled_bans(span: Span) -> list[tuple[int, int]]:
     """Pairs of ids: the first must not be drawn if the second is the span's last token, which nobody here knows yet."""
     if known(span):
         return []
-    before = Span(span.request, span.start, span.stop - 1, span.samples)
     words = (word for word in span.request.bad_words if len(word) > 1)
-    return [(word[-1], word[-2]) for word in words if _ends_with(before, word[:-2])]
-
-
-def _ends_with(span: Span, tokens: tuple[int, ...]) -> bool:
-    """Whether the output, as of a span, is known to end with these tokens."""
-    start = span.stop - len(tokens)
-    if start < len(span.request.prompt_token_ids):
-        return not tokens
-    return span.request.token_ids[start : span.stop] == list(tokens)
+    return [(word[-1], word[-2]) for word in words if span.request.ends_with(word[:-2], span.stop - 1)]

@@ -26,11 +26,6 @@ GREEDY_BELOW = 1e-5
 
 MAX_SEED = 2**63 - 1
 
-NOT_YET: dict[str, object] = {
-    "prompt_logprobs": None,
-}
-"""Fields of vLLM that are known here but not built: any value but this one is refused, not ignored."""
-
 MOST_BIAS = 100.0
 MOST_SCORED_IDS = 128
 SWITCHES = (
@@ -49,7 +44,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Samples of each prompt, which is computed once; needs a temperature."""
+    """Samples of each prompt, which is computed once; at temperature 0 all are the same."""
     presence_penalty: float = 0.0
     """Taken from the logit of each token that the output holds; [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -81,8 +76,13 @@ class SamplingParams:
     """Also return the log-probabilities of this many best tokens and of the drawn one; -1: of all. The engine's
     ``logprobs_mode`` says before or after what."""
     prompt_logprobs: int | None = None
+    """Also return, of each prompt token but the first, its log-probability after those before it, and this many best
+    tokens; -1: all. From the logits as they came. Such a request finds nothing of its prompt in the prefix cache."""
     logprob_token_ids: Sequence[int] | None = None
     """Also return the log-probabilities of these ids, at most 128, without ranks."""
+    prompt_logprob_start: int | None = None
+    """``prompt_logprobs`` only of the tokens behind this place of the prompt, from 0; what stands before it may be
+    found in the prefix cache."""
     flat_logprobs: bool = False
     """Accepted: log-probabilities are kept in flat arrays and read like a list of dicts either way."""
     detokenize: bool = True
@@ -111,9 +111,6 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, default in NOT_YET.items():
-            if getattr(self, name) != default:
-                _refuse(name, getattr(self, name), f"is not supported yet; leave it at {default!r}")
         _integer("n", self.n, 1, 16_384)
         for name in ("presence_penalty", "frequency_penalty"):
             setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0))
@@ -125,8 +122,6 @@ class SamplingParams:
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_BELOW <= self.temperature < 0.01:
             self.temperature = 0.01  # smaller ones overflow float16 logits; vLLM does the same
-        if self.greedy and self.n > 1:
-            _refuse("n", self.n, "must be 1 with temperature=0, where all samples would be the same")
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             _refuse("top_p", self.top_p, "must be in (0, 1]; use temperature=0 for the most likely token")
@@ -140,10 +135,15 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"must not exceed max_tokens={self.max_tokens}")
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, -1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), -1)
+        if self.prompt_logprob_start is not None:
+            _integer("prompt_logprob_start", self.prompt_logprob_start, 0)
+            if self.prompt_logprobs is None:
+                _refuse("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprobs")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")
@@ -185,8 +185,8 @@ class SamplingParams:
             _refuse("bad_words", self.bad_words, "must be a list of strings")
         words = _sequence("bad_words", self.bad_words)
         for word in words:
-            if not isinstance(word, str) or not word.strip():
-                _refuse("bad_words", word, "must be a string with more in it than spaces, or a list of such")
+            if not isinstance(word, str) or not word.strip() or any("\ud800" <= sign <= "\udfff" for sign in word):
+                _refuse("bad_words", word, "must be text, more than spaces and no lone surrogates, or a list of such")
         self.bad_words = words
 
     @property

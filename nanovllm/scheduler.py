@@ -127,7 +127,7 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled | None]) -> list[Request]:
         """Book a computed step: append the drawn tokens, end what is done. Returns the requests that this ends.
 
-        ``sampled`` has one entry for each span, None where ``span.samples`` was False.
+        ``sampled`` has one entry for each span, None where it drew nothing and told nothing of a prompt.
         """
         finished: list[Request] = []
         for span, token in zip(output.spans, sampled, strict=True):
@@ -140,7 +140,9 @@ class Scheduler:
                 self.blocks.commit(request, known)
                 if self.held:
                     self._release(request)
-            if token is not None:
+            if token is not None and token.prompt is not None:
+                request.score(*token.prompt)
+            if token is not None and span.samples:
                 try:
                     request.append(token)
                 except Exception:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.mask import mask_logits
-from nanovllm.sampler import banned_token_ids
 from nanovllm.scheduler import Span
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class GrammarMatcher:
         words = packed[2 * number :].view(number, width)
         self._masks.fill([matcher._matcher for matcher in matchers.values()], words)
         for (row, matcher), line in zip(matchers.items(), words.numpy().view(np.uint32), strict=True):
-            _without(line, matcher._never | banned_token_ids(spans[row]))
+            _without(line, matcher._never | spans[row].request.banned(spans[row].stop))
         packed = packed.to(logits.device, non_blocking=True)
         mask_logits(logits, packed[: 2 * number].view(torch.int64), packed[2 * number :].view(number, width))
 

@@ -9,7 +9,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.batch import Drawn
 from nanovllm.request import Request, Sampled
-from nanovllm.sampler import adjusted, banned_token_ids, plain, sample
+from nanovllm.sampler import adjusted, plain, sample
 from nanovllm.scheduler import Span
 
 VOCAB = 50
@@ -168,8 +168,8 @@ def test_a_request_is_read_as_of_its_span():
         expected = sample(logits, [span]).sampled()
         assert sample(logits, [Span(behind, 7, 8, True)]).sampled() == expected
         assert sample(logits, [Span(ahead, 7, 8, True)]).sampled() == expected
-        assert banned_token_ids(span) == frozenset(params.get("stop_token_ids", ()))
-    assert banned_token_ids(Span(known, 7, 9, True)) == frozenset()  # 6 tokens after a prompt of 3
+        assert span.request.banned(span.stop) == frozenset(params.get("stop_token_ids", ()))
+    assert known.banned(9) == frozenset()  # 6 tokens after a prompt of 3
 
 
 def test_what_may_not_be_drawn_before_min_tokens():
@@ -177,9 +177,9 @@ def test_what_may_not_be_drawn_before_min_tokens():
     request = make_request(0, length=9, min_tokens=2, stop_token_ids=[5])
     request.eos_token_ids = frozenset({7})
     prompt = len(request.prompt_token_ids)
-    found = [banned_token_ids(Span(request, prompt + n - 1, prompt + n, True)) for n in range(4)]
+    found = [request.banned(prompt + n) for n in range(4)]
     assert found == [{5, 7}, {5, 7}, frozenset(), frozenset()]
-    assert banned_token_ids(Span(make_request(0, length=9), 7, 8, True)) == frozenset()
+    assert make_request(0, length=9).banned(8) == frozenset()
 
 
 # What changes logits

@@ -94,6 +94,39 @@ def test_bad_words_do_not_come(open_llm):
     assert "b" not in one(llm, greedy(60, bad_words=["b"], **want)).text
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rules", [
+    dict(bad_words=["aa", "ab"], allowed_token_ids=["a", "b"]),  # one is left at first
+    dict(bad_words=["aa"], allowed_token_ids=["!", "a"], min_tokens=4, stop_token_ids=["!"]),
+    dict(bad_words=["!!"], allowed_token_ids=["!"]),  # the id 0, which a row of -inf alone gives
+], ids=["words", "end", "zero"])  # fmt: skip
+def test_a_request_whose_rules_leave_no_token_ends_with_an_error(open_llm, tiny, rules, temperature):
+    """Alone: others of its steps go on, and nothing that is not allowed is ever given out."""
+    llm = open_llm()
+    encode = llm.get_tokenizer().encode
+    known = {name: encode("".join(value)) if "ids" in name else value for name, value in rules.items()}
+    asked = greedy(9, temperature=temperature, seed=3, ignore_eos=True, **known)
+    other = greedy(9)
+    (expected,) = run(llm, [PROMPT], other)
+    broken, whole = run(llm, [PROMPT, PROMPT], [asked, other])
+    assert whole.token_ids == expected.token_ids
+    found = broken.outputs[0]
+    assert found.finish_reason == "error" and found.finished()
+    assert set(found.token_ids) <= set(known["allowed_token_ids"]) and len(found.token_ids) < 9
+    assert not any(word in found.text for word in rules["bad_words"])
+    tiny.assert_idle(llm)
+
+
+def test_greedy_samples_are_all_the_same(open_llm):
+    llm = open_llm()
+    (expected,) = run(llm, [PROMPT], greedy(8, logprobs=1))
+    (output,) = run(llm, [PROMPT], greedy(8, logprobs=1, n=3))
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    for sample in output.outputs:
+        assert (sample.text, sample.token_ids) == (expected.text, expected.token_ids)
+        assert sample.cumulative_logprob == pytest.approx(expected.outputs[0].cumulative_logprob, abs=1e-4)
+
+
 def test_log_probabilities_of_what_was_drawn_from(open_llm):
     rules = dict(logprobs=2, logit_bias={33: 100}, logprob_token_ids=[34])
     raw, processed = (

@@ -217,6 +217,35 @@ def test_log_probabilities_are_those_of_transformers(pair: SimpleNamespace, devi
 
 
 @each_dtype
+@pytest.mark.parametrize("way", ["plain", "chunks"])
+def test_log_probabilities_of_prompts_are_those_of_transformers(
+    pair: SimpleNamespace, device: str, dtype: str, way: str
+) -> None:
+    """Of all tokens of a prompt and the best ones; then of its end alone, with what comes before from the cache."""
+    prompts = draw_prompts(*LENGTHS, 300)
+    with open_llm(pair, device, dtype, **WAYS[way], block_size=16) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=3)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        params.prompt_logprob_start = 250
+        (late,) = llm.generate(prompts[-1:], params, use_tqdm=False)
+    assert late.num_cached_tokens == 240 and not any(output.num_cached_tokens for output in outputs)
+    exact = scores(pair, outputs, device, "float32")
+    theirs = exact if dtype == "float32" else scores(pair, outputs, device, dtype)
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    for output in [*outputs, late]:
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        for place, (token, entries) in enumerate(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)):
+            if entries is not None:
+                assert next(iter(entries)) == token
+                parts[0].append(torch.tensor([entry.logprob for entry in entries.values()]))
+                parts[1].append(exact[sequence(output)][place - 1, list(entries)])
+                parts[2].append(theirs[sequence(output)][place - 1, list(entries)])
+    found = Found(*map(torch.cat, parts), torch.zeros(1))
+    assert len(parts[0]) == sum(map(len, prompts)) - len(prompts) + 49
+    check(found, *bounds(found, dtype))
+
+
+@each_dtype
 @pytest.mark.parametrize("way", ["plain", EAGER])
 def test_any_number_of_rows_gives_the_same(qwen3: SimpleNamespace, device: str, dtype: str, way: str) -> None:
     """All but the last token of these prompts are in the cache, so both steps have one row for each request."""

@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant("the salt is forgotten", block_manager, "request.cache_salt", '""', ALL, times=4),
     Mutant(
         "a hit covers the whole prompt", block_manager,
-        "(request.num_tokens - 1) // self.block_size", "request.num_tokens // self.block_size", ALL[::2],
+        "else request.num_tokens - 1", "else request.num_tokens", ALL[::2],
     ),
     Mutant(
         "hits count as free", block_manager,
