@@ -397,7 +397,9 @@ class Run:
         assert all(request in spans for request in decoding if request not in decided.preempted + decided.finished)
         for request, length in self.runner.lengths.items():
             if request not in spans or spans[request].stop < length:
-                assert decided.num_tokens == work.budget, "budget left, and a request that could have used it"
+                assert decided.num_tokens == scheduler.max_num_batched_tokens, (
+                    "budget left, and a request that could have used it"
+                )
         # B5: admitted in order, and nobody overtakes
         assert [order(request) for request in admitted] == sorted(order(request) for request in admitted)
         passed_over = [request for request in waiting if request not in admitted + list(decided.finished)]
