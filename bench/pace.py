@@ -5,9 +5,10 @@
 Some requests decode all the time; meanwhile long prompts arrive, at the same moments in both runs, each of which would
 stop the others for as long as its chunks take. Random weights: on a GPU in the shapes of Qwen3-0.6B, on a CPU in
 smaller ones. Without ``--target-ms`` the target is three times the median step of decodes alone, which is measured
-first. A time between tokens is one between two steps that gave the same request a token. The first ``--settle`` seconds
-do not count: there the cost of a step is learned. Throughput is all tokens, of prompts and outputs, over all the time
-that the work took. The last line is JSON.
+first. A time between tokens is one between two steps that gave the same request a token. Both engines serve the load
+once to warm up, in which the cost of a step is learned, then in turns, ``--rounds`` times each, so that a machine with
+other work to do is as busy for one as for the other. Throughput is all tokens, of prompts and outputs, over all the
+time that the work took. The last line is JSON.
 """
 
 import argparse
@@ -35,8 +36,8 @@ SMALL = QWEN3 | {
 }  # fmt: skip
 
 DEFAULTS = {
-    "cpu": {"decodes": 4, "length": 400, "prompts": 8, "prompt": 768, "every": 0.9, "settle": 1.5},
-    "cuda": {"decodes": 64, "length": 3000, "prompts": 40, "prompt": 16_384, "every": 0.15, "settle": 1.0},
+    "cpu": {"decodes": 4, "length": 150, "prompts": 6, "prompt": 768, "every": 0.45},
+    "cuda": {"decodes": 64, "length": 1000, "prompts": 12, "prompt": 16_384, "every": 0.25},
 }
 """Of a load in which prompts take a good part of the time, for each device."""
 
@@ -47,14 +48,15 @@ def ids(number: int, seed: int) -> list[int]:
     return [dice.randrange(8000) for _ in range(number)]
 
 
-def serve(llm: LLM, options: argparse.Namespace) -> tuple[list[tuple[float, float]], float, int]:
-    """Serve the load; return (when, seconds) of each time between tokens, seconds in all, tokens in all."""
+def serve(llm: LLM, options: argparse.Namespace) -> tuple[list[float], float, int]:
+    """Serve the load; return milliseconds between tokens, seconds in all, tokens in all."""
     engine = llm.llm_engine
     for number in range(options.decodes):
         params = SamplingParams(max_tokens=options.length, ignore_eos=True)
         engine.add_request(f"decode{number}", ids(64, number), params, stream=True)
     last: dict[str, float] = {}
-    gaps, tokens, added = [], 0, 0
+    gaps: list[float] = []
+    tokens = added = 0
     begin = time.perf_counter()
     while engine.has_unfinished_requests or added < options.prompts:
         while added < options.prompts and time.perf_counter() - begin >= added * options.every:
@@ -68,7 +70,7 @@ def serve(llm: LLM, options: argparse.Namespace) -> tuple[list[tuple[float, floa
         for output in outputs:
             name = output.request_id
             if name in last:
-                gaps.append((now - begin, now - last[name]))
+                gaps.append(1e3 * (now - last[name]))
             else:
                 tokens += len(output.prompt_token_ids)
             last[name] = now
@@ -76,31 +78,39 @@ def serve(llm: LLM, options: argparse.Namespace) -> tuple[list[tuple[float, floa
     return gaps, time.perf_counter() - begin, tokens
 
 
-def measure(folder: str, options: argparse.Namespace, target_ms: float | None, **more: Any) -> dict[str, float]:
-    """Build an engine, serve the load twice, the first time to warm up, and report on the second."""
-    with LLM(
-        folder, device=options.device, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-        use_tqdm_on_load=False, target_itl_ms=target_ms, **more,
-    ) as llm:  # fmt: skip
-        warm = argparse.Namespace(**vars(options) | {"prompts": min(3, options.prompts), "length": options.length // 8})
-        serve(llm, warm)
-        gaps, seconds, tokens = serve(llm, options)
-    counted = sorted(1e3 * gap for when, gap in gaps if when >= options.settle)
-    at = {name: counted[min(int(part * len(counted)), len(counted) - 1)] for name, part in PARTS.items()}
-    over = sum(gap > (target_ms or options.target_ms) for gap in counted) / len(counted)
-    return at | {"over": over, "seconds": seconds, "tokens_per_second": tokens / seconds}
-
-
 PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
-def decode_ms(folder: str, options: argparse.Namespace, **more: Any) -> float:
-    """Return the median time of a step of decodes alone."""
-    alone = argparse.Namespace(**vars(options) | {"prompts": 0, "length": min(200, options.length)})
-    with LLM(
-        folder, device=options.device, load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, **more
-    ) as llm:
-        return statistics.median(1e3 * gap for _, gap in serve(llm, alone)[0])
+def report(gaps: list[float], seconds: float, tokens: int, target_ms: float) -> dict[str, float]:
+    """Say in numbers what all rounds of an engine came to."""
+    counted = sorted(gaps)
+    at = {name: counted[min(int(part * len(counted)), len(counted) - 1)] for name, part in PARTS.items()}
+    over = sum(gap > target_ms for gap in counted) / len(counted)
+    return at | {"over": over, "seconds": seconds, "tokens_per_second": tokens / seconds}
+
+
+def measure(folder: str, options: argparse.Namespace, more: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Build both engines and let them serve in turns; sets ``options.target_ms`` where there is none."""
+    common = {"device": options.device, "load_format": "dummy", "skip_tokenizer_init": True,
+              "enable_prefix_caching": False, "use_tqdm_on_load": False} | more  # fmt: skip
+    with LLM(folder, **common) as free:
+        serve(free, options)
+        decodes = argparse.Namespace(**vars(options) | {"prompts": 0})
+        alone = statistics.median(serve(free, decodes)[0])
+        options.target_ms = options.target_ms or 3 * alone
+        print(f"{options.decodes} decodes alone: {alone:.2f} ms a step; target {options.target_ms:.2f} ms; "
+              f"{options.prompts} prompts of {options.prompt} tokens, every {options.every:g} s")  # fmt: skip
+        with LLM(folder, target_itl_ms=options.target_ms, **common) as paced:
+            serve(paced, options)
+            rounds: dict[str, list[tuple[list[float], float, int]]] = {"free": [], "paced": []}
+            for _ in range(options.rounds):
+                for name, llm in (("free", free), ("paced", paced)):
+                    rounds[name].append(serve(llm, options))
+    return {
+        name: report([gap for gaps, _, _ in runs for gap in gaps], sum(run[1] for run in runs),
+                     sum(run[2] for run in runs), options.target_ms)
+        for name, runs in rounds.items()
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -112,7 +122,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="long prompts")
     parser.add_argument("--prompt", type=int, help="tokens of each of them")
     parser.add_argument("--every", type=float, help="seconds between two of them")
-    parser.add_argument("--settle", type=float, help="seconds that do not count")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch, on a CPU; fewer than there are cores if others run too")
     options, rest = parser.parse_known_args()
     if options.threads:
@@ -120,18 +130,13 @@ def main() -> None:
     for name, value in DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"kv_cache_memory_bytes": 40 * 2**30} if options.device == "cuda" else {}  # of two engines
     for name, value in zip(rest[::2], rest[1::2], strict=True):
         more[name.removeprefix("--").replace("-", "_")] = int(value) if value.isdigit() else value
     with tempfile.TemporaryDirectory() as folder:
         shapes = QWEN3 if options.device == "cuda" else SMALL
         Path(folder, "config.json").write_text(json.dumps(shapes))
-        alone = decode_ms(folder, options, **more)
-        options.target_ms = options.target_ms or 3 * alone
-        print(f"{options.decodes} decodes alone: {alone:.2f} ms a step; target {options.target_ms:.2f} ms; "
-              f"{options.prompts} prompts of {options.prompt} tokens, every {options.every:g} s")  # fmt: skip
-        runs = {name: measure(folder, options, target, **more)
-                for name, target in (("free", None), ("paced", options.target_ms))}  # fmt: skip
+        runs = measure(folder, options, more)
     print(f"{'':6} {'p50':>9} {'p95':>9} {'p99':>9} {'max':>9}   over target  tokens/s")
     for name, run in runs.items():
         print(f"{name:6} " + " ".join(f"{run[part]:6.2f} ms" for part in PARTS)

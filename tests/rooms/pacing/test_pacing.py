@@ -5,6 +5,7 @@ while the next is decided, or as a CPU does. So what is tested is exact but for 
 """
 
 import importlib.util
+import json
 import logging
 import random
 import statistics
@@ -16,6 +17,7 @@ import pytest
 from nanovllm.block_manager import BlockManager
 from nanovllm.engine import Limits, LLMEngine
 from nanovllm.errors import EngineError
+from nanovllm.llm import LLM
 from nanovllm.pacing import PacedScheduler
 from nanovllm.pacing.cost import Cost, Work
 from nanovllm.request import Sampled
@@ -354,3 +356,24 @@ def test_a_step_that_fails_is_not_measured():
     load.finish()
     assert load.scheduler.cost.of(Work(1, 50)) == pytest.approx(0.021, rel=0.1)
     assert not load.scheduler._under_way
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_with_a_model_the_tokens_are_the_same_and_without_a_target_it_is_the_plain_scheduler(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu"}
+    prompts = [[number % 61 for number in range(start, start + 30)] for start in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = {}
+    for target in (None, 0.01, 5):
+        with LLM(str(tmp_path), target_itl_ms=target, max_num_batched_tokens=64, **options) as llm:
+            assert type(llm.llm_engine.scheduler) is (Scheduler if target is None else PacedScheduler)
+            found[target] = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            if target:
+                assert llm.llm_engine.scheduler.target == target / 1e3 and llm.llm_engine.scheduler.cost.of(Work(1)) > 0
+    assert found[None] == found[0.01] == found[5]
