@@ -100,18 +100,13 @@ class PacedScheduler(Scheduler):
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled | None]) -> list[Request]:
         """Book a computed step, and learn from the time that it took."""
         now = self._clock()
-        while self._under_way:  # steps that failed are not settled
+        while self._under_way:  # steps that failed or were taken back are not settled
             step = self._under_way.popleft()
             if step.output is output:
                 self._learn(step, max(now - max(step.began, self._settled), 1e-9))
                 break
         self._settled = now
         return super().update(output, sampled)
-
-    def undo(self, output: SchedulerOutput) -> None:
-        """Take back a decision whose step was not computed."""
-        self._under_way = deque(step for step in self._under_way if step.output is not output)
-        super().undo(output)
 
     def _running_limit(self, work: Work, seconds: float) -> int:
         """Return how many requests may run: as many of those that wait as a step of decodes has time for."""

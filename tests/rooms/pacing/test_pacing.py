@@ -263,6 +263,16 @@ def test_a_prompt_goes_on_in_every_step_however_slow_they_are(lookahead):
     load.finish()
 
 
+def test_whoever_is_too_dear_for_company_runs_alone():
+    """A context of 20,000 tokens costs 20 ms of 24: more than a step of decodes should, and yet it must go on."""
+    costs = dict.fromkeys(GPU, 0.0) | {"step": 1e-3, "context": 1e-6, "prompt": 1e-6}
+    load = Load(Device(costs), 24.0)
+    for prompt in (10, 20_000, 10, 20_000, 20_000):
+        load.add(prompt, 30)
+        load.finish(500)
+    assert len(load.first) == 5 and load.scheduler.cost.of(Work(1, 20_000)) > 0.75 * 24e-3
+
+
 def test_one_runs_at_least():
     load = Load(Device(CPU), 1e-3, seqs=2, budget=4)
     for _ in range(5):
