@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ CPU_CACHE_BYTES = 4 * 2**30
 
 CACHE_SCALES = "nanovllm.quantization:cache_scales"
 """What reads the scales of a float8 cache that some checkpoints have."""
+
+PACING = "nanovllm.pacing:PacedScheduler"
+"""The scheduler for a ``target_itl_ms``."""
 
 COMPILER = "nanovllm.compiled"
 """The room that makes ``compile=True`` of a model."""
@@ -124,7 +128,9 @@ def build(config: EngineConfig) -> Built:
         "%s in %s on %s: %d blocks of %d tokens, attention by %s",
         facts.model.architecture, facts.dtype, facts.device, num_blocks, facts.block_size, facts.backend.__name__,
     )  # fmt: skip
-    scheduler = Scheduler(
+    paced = config.target_itl_ms is not None
+    make: Any = partial(find(PACING), target_itl_ms=config.target_itl_ms) if paced else Scheduler
+    scheduler = make(
         BlockManager(num_blocks, facts.block_size, enable_prefix_caching=config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,

@@ -82,8 +82,11 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens in one block; None: what the attention backend likes best."""
     enable_prefix_caching: bool = True
+    target_itl_ms: int | float | None = None
+    """Hold the time between two tokens of a running request under so many milliseconds: fewer requests run, and fewer
+    tokens of prompts are computed in a step. None: throughput rules."""
     scheduling_policy: str = "fcfs"
-    """"fcfs", or "priority": smaller numbers first."""
+    """"fcfs", or "priority": smaller numbers first, and one level makes up for 1,000 steps of waiting."""
     seed: int = 0
     """Seeds the requests that bring no seed of their own, and dummy weights."""
     enforce_eager: bool = False
@@ -127,6 +130,10 @@ class EngineConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             share = self.gpu_memory_utilization
             _refuse("gpu_memory_utilization", share, "must lie in (0, 1]; 0.9 leaves room for other programs")
+        if self.target_itl_ms is not None and not 0.0 < self.target_itl_ms < float("inf"):
+            _refuse(
+                "target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0, or None for no target"
+            )
         for name, built in NOT_YET.items():
             if getattr(self, name) != built:
                 _refuse(name, getattr(self, name), f"is not supported yet; leave it at {built!r}")

@@ -11,12 +11,12 @@ On a GPU a step is decided and submitted while the one before it still runs, so 
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError, shown
 from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput, Unscored
 from nanovllm.request import Matcher, Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
@@ -112,6 +112,8 @@ class LLMEngine:
 
         Raises RequestError, with the engine unchanged, if the request can never be served.
         """
+        _expect("params", params, SamplingParams, "must be SamplingParams")
+        _expect("prompt_token_ids", prompt_token_ids, Iterable, "must be a list of token ids")
         params = params.clone()
         tokens = list(prompt_token_ids)
         self.check(tokens, params, priority, cache_salt)
@@ -245,26 +247,33 @@ class LLMEngine:
         )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
-        """Raise RequestError if such a request can never be served. Changes nothing; any thread may ask."""
+        """Raise RequestError if such a request can never be served. Changes nothing; any thread may ask.
+
+        The one place for all limits that the engine sets; ``SamplingParams`` checks what holds for any engine. Nothing
+        is allocated for a request before. Cost: a look at each token of the prompt, none if it is too long.
+        """
         limits, blocks = self.limits, self.scheduler.blocks
         if not tokens:
             _refuse("prompt", "", "has no tokens; give at least one, such as the BOS token")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
-                _refuse("prompt_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
         if len(tokens) >= limits.max_model_len:
             _refuse("prompt", f"{len(tokens)} tokens long", "must leave room for one token of output in "
                     f"max_model_len={limits.max_model_len}; shorten it, or raise max_model_len")  # fmt: skip
         if blocks.blocks_for(len(tokens)) > blocks.num_blocks:
             _refuse("prompt", f"{len(tokens)} tokens long", f"must fit the cache of {blocks.num_blocks} blocks of "
                     f"{blocks.block_size} tokens; shorten it, or give the cache more memory")  # fmt: skip
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+                _refuse("prompt_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= limits.vocab_size:
                     _refuse(name, token, f"must hold integers from 0 to {limits.vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name) or 0
-            if 0 <= limits.max_logprobs < (limits.vocab_size if asked == -1 else asked):
+            wanted = limits.vocab_size if asked == -1 else asked
+            if wanted > limits.vocab_size:
+                _refuse(name, asked, f"must not exceed the vocabulary of {limits.vocab_size}; -1: all")
+            if 0 <= limits.max_logprobs < wanted:
                 _refuse(name, asked, f"must not exceed max_logprobs={limits.max_logprobs}")
         if (start := params.prompt_logprob_start or 0) >= len(tokens):
             _refuse("prompt_logprob_start", start, f"must be below the prompt's {len(tokens)} tokens")
@@ -273,8 +282,8 @@ class LLMEngine:
             _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
         if params.structured_outputs is not None and self._make_matcher is None:
             _refuse("structured_outputs", params.structured_outputs, "needs a tokenizer, and this engine has none")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            _refuse("priority", priority, "must be an integer; smaller goes first")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            _refuse("priority", priority, "must be an integer of 64 bits with a sign; smaller goes first")
         if not isinstance(cache_salt, str):
             _refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
 
@@ -344,5 +353,10 @@ def sample_seed(seed: int, index: int) -> int:
     return derive_seed(~seed, index) if index else seed
 
 
+def _expect(name: str, value: object, kind: type, rule: str) -> None:
+    if not isinstance(value, kind):
+        _refuse(name, value, rule)
+
+
 def _refuse(name: str, value: object, rule: str) -> None:
-    raise RequestError(f"{name} is {value!r}; it {rule}.", parameter=name, value=value)
+    raise RequestError(f"{name} is {shown(value)}; it {rule}.", parameter=name, value=value)

@@ -55,6 +55,15 @@ class EngineError(NanoError, RuntimeError):
         self.outputs = list(outputs)
 
 
+def shown(value: object) -> str:
+    """Write a value for a message: as ``repr``, cut to 1,000 characters, and without failing."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        text = f"{type(value).__name__} with an integer of more than 4,300 digits"
+    return text if len(text) <= 1000 else f"{text[:800]} ... {text[-195:]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the closest of ``known``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, shown
 
 
 class TextPrompt(TypedDict, total=False):
@@ -50,7 +50,7 @@ def parse(prompt: Any) -> tuple[str | None, Sequence[int] | None, str]:
     elif not isinstance(prompt, Mapping) and prompt is not None and _is_ids(prompt):
         return None, prompt, ""
     raise RequestError(
-        f"a prompt is {prompt!r}; it must be a str, a list of token ids, a dict with 'prompt', or one with "
+        f"a prompt is {shown(prompt)}; it must be a str, a list of token ids, a dict with 'prompt', or one with "
         "'prompt_token_ids'.",
         parameter="prompts",
         value=prompt,

@@ -115,6 +115,8 @@ class Request:
     stream: bool = False
     """Give out what is new after each step, instead of everything at the end."""
 
+    rank: int = 0
+    """Its place among the others: the smaller goes first, the earlier of two equal ones."""
     status: Status = Status.WAITING
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0

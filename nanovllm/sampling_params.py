@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, NoReturn
 
-from nanovllm.errors import RequestError, unknown_option
+from nanovllm.errors import RequestError, shown, unknown_option
 
 
 class RequestOutputKind(Enum):
@@ -223,14 +223,14 @@ SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
 def _refuse(name: str, value: object, rule: str) -> NoReturn:
-    raise RequestError(f"{name} is {value!r}; it {rule}.", parameter=name, value=value)
+    raise RequestError(f"{name} is {shown(value)}; it {rule}.", parameter=name, value=value)
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
     """Return ``value`` as a float in [low, high]; a bool, a string or NaN is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(
-            f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.", parameter=name, value=value
+            f"{name} is {shown(value)}; it must be a number from {low:g} to {high:g}.", parameter=name, value=value
         )
     return float(value)
 
@@ -253,4 +253,4 @@ def _token_ids(name: str, value: object) -> list[int]:
 def _integer(name: str, value: object, low: int, high: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         bound = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise RequestError(f"{name} is {value!r}; it must be an integer {bound}.", parameter=name, value=value)
+        raise RequestError(f"{name} is {shown(value)}; it must be an integer {bound}.", parameter=name, value=value)

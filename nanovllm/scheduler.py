@@ -22,6 +22,9 @@ from nanovllm.request import Request, Sampled, Status
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 1000
+"""How many steps of waiting make up for one level of priority."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -51,16 +54,22 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Keeps the waiting queue and the running set, both in order of (priority, arrival).
+    """Keeps the waiting queue and the running set, both in order of (rank, arrival).
 
     ``max_num_seqs`` bounds the running set, ``max_num_batched_tokens`` the tokens of a step. No more requests
-    run than there are tokens in the budget, so each request that decodes gains a token in every step. Blocks that hold
-    drawn tokens can be found by later prompts if ``share_outputs``.
+    run than there are tokens in the budget, so each request that decodes gains a token in every step, and no step
+    between two of its tokens computes more than ``max_num_batched_tokens``, however long the prompts are that come.
+    Blocks that hold drawn tokens can be found by later prompts if ``share_outputs``.
+
+    Policy "fcfs" takes requests as they came, "priority" by rank: ``priority * patience + step``, of the step when the
+    request came. So a request is overtaken only by one that is d > 0 levels more urgent, and came less than d *
+    ``patience`` steps later. Of those there is an end: some time a request is the first of all, is admitted before
+    any other and never preempted again. Requests that come together go strictly by priority.
     """
 
     def __init__(
         self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "fcfs",
-        share_outputs: bool = True,
+        share_outputs: bool = True, patience: int = PATIENCE,
     ) -> None:  # fmt: skip
         self.blocks = blocks
         self.max_running = min(max_num_seqs, max_num_batched_tokens)
@@ -70,16 +79,20 @@ class Scheduler:
         self.held: dict[Request, Sequence[Request]] = {}
         """Samples in no queue yet: until their first one has put the prompt into the prefix cache, or has ended."""
         self.num_preemptions = 0
+        self.num_steps = 0
         self._by_priority = policy == "priority"
         self._share_outputs = share_outputs
+        self._patience = patience
 
     def add(self, request: Request, samples: Sequence[Request] = ()) -> None:
-        """Queue a request behind those of its priority that came before it.
+        """Queue a request behind those that go before it, now and for ever; see the class.
 
         ``samples`` of the same prompt follow when they can find its full blocks, so that it is computed once; without
         a prefix cache, or with a prompt shorter than a block, at once, and each computes its own.
         """
-        insort(self.waiting, request, key=self._order)
+        for each in (request, *samples):
+            each.rank = (request.priority if self._by_priority else 0) * self._patience + self.num_steps
+        insort(self.waiting, request, key=_order)
         if samples:
             self.held[request] = samples
             self._release(request)
@@ -90,6 +103,7 @@ class Scheduler:
         preempted: list[Request] = []
         finished: list[Request] = []
         budget = self.max_num_batched_tokens
+        self.num_steps += 1
 
         # Only decodes need new blocks (admission takes a prompt's), so a victim, the last in order, is never
         # one that this step has already given a span.
@@ -112,7 +126,7 @@ class Scheduler:
                 continue
             del self.waiting[0]
             request.status = Status.RUNNING
-            insort(self.running, request, key=self._order)
+            insort(self.running, request, key=_order)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
             size = min(request.num_uncomputed_tokens, budget)
@@ -176,7 +190,7 @@ class Scheduler:
             victim.status = Status.WAITING
             victim.num_preemptions += 1
             self.num_preemptions += 1
-            insort(self.waiting, victim, key=self._order)
+            insort(self.waiting, victim, key=_order)
             preempted.append(victim)
             if victim is request:
                 return False
@@ -186,7 +200,7 @@ class Scheduler:
         """Queue the samples held for a request that has ended, or whose prompt they can find now."""
         if request in self.held and (request.is_finished or self.blocks.knows_prompt(request)):
             for sample in self.held.pop(request):
-                insort(self.waiting, sample, key=self._order)
+                insort(self.waiting, sample, key=_order)
 
     def _end(self, request: Request, reason: str) -> Request:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
@@ -199,8 +213,9 @@ class Scheduler:
         logger.debug("request %s ends: %s", request.request_id, reason)
         return request
 
-    def _order(self, request: Request) -> tuple[int, int, int]:
-        return (request.priority if self._by_priority else 0, request.arrival, request.index)
+
+def _order(request: Request) -> tuple[int, int, int]:
+    return request.rank, request.arrival, request.index
 
 
 def _span(request: Request, size: int) -> Span:

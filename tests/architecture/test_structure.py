@@ -26,7 +26,7 @@ CORE = [
 NO_TORCH = CORE[: CORE.index("engine") + 1]
 
 ROOMS = [
-    "gguf", "hub", "cli", "compiled", "quantization", "templates", "async_llm", "beam_search", "scoring",
+    "gguf", "hub", "cli", "compiled", "quantization", "templates", "async_llm", "beam_search", "scoring", "pacing",
     "parallel", "metrics", "trace", "server", "batch_files", "ray", "speculative", "structured",
 ]  # fmt: skip
 """Folders that could be deleted; those of the second line are to come."""

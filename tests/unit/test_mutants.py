@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant("a victim keeps its blocks", scheduler, "self.blocks.free(victim)", "pass", WORKLOADS),
     Mutant(
         "a victim goes to the end of the queue", scheduler,
-        "insort(self.waiting, victim, key=self._order)", "self.waiting.append(victim)", WORKLOADS,
+        "insort(self.waiting, victim, key=_order)", "self.waiting.append(victim)", WORKLOADS,
     ),
     Mutant(
         "cached tokens cost budget", scheduler,
@@ -231,6 +231,11 @@ MUTANTS = [
         "min(max_num_seqs, max_num_batched_tokens)", "max_num_batched_tokens", WORKLOADS,
     ),
     Mutant("priorities are ignored", scheduler, "request.priority if self._by_priority else 0", "0", WORKLOADS),
+    Mutant("waiting counts for nothing", scheduler, "* self._patience + self.num_steps", "", WORKLOADS),
+    Mutant("the clock stands still", scheduler, "self.num_steps += 1", "pass", WORKLOADS),
+    Mutant("waiting counts double", scheduler, "+ self.num_steps", "+ 2 * self.num_steps", WORKLOADS),
+    Mutant("a victim starts to wait anew", scheduler, "victim.num_preemptions += 1", "victim.num_preemptions += 1\n"
+           "            victim.rank += self.num_steps", WORKLOADS),
     Mutant(
         "an interrupted step counts as computed", scheduler,
         "span.request.num_computed_tokens = span.start", "pass", WORKLOADS,

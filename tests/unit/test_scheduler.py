@@ -182,6 +182,8 @@ class Workload:
     """Steps that Ctrl-C ends after everything was written."""
     lookahead: int
     """How many steps may be under way when the next one is decided."""
+    patience: int
+    """Steps of waiting that make up for a level of priority."""
     jobs: tuple[Job, ...]
 
     @property
@@ -223,6 +225,7 @@ def draw(seed):
         caching=dice.random() < 0.8,
         interrupts=frozenset(dice.randint(1, 30) for _ in range(dice.choice([0, 0, 2]))),
         lookahead=seed % 2,
+        patience=random.Random(seed).choice([1, 1, 3, 1000]),
         jobs=tuple(jobs),
     )
 
@@ -245,8 +248,18 @@ class Run:
         self.work = work
         self.blocks = manager(work.num_blocks, work.block_size, enable_prefix_caching=work.caching)
         self.scheduler = scheduler(
-            self.blocks, max_num_seqs=work.max_num_seqs, max_num_batched_tokens=work.budget, policy=work.policy
-        )
+            self.blocks, max_num_seqs=work.max_num_seqs, max_num_batched_tokens=work.budget, policy=work.policy,
+            patience=work.patience,
+        )  # fmt: skip
+        self.came: dict[Request, int] = {}
+        """After how many decisions each request came."""
+        self.decisions, schedule = 0, self.scheduler.schedule
+
+        def counted():
+            self.decisions += 1
+            return schedule()
+
+        self.scheduler.schedule = counted
         self.runner = ShadowRunner(self.scheduler, work.lookahead)
         limits = Limits(max_model_len=1000, vocab_size=VOCAB, eos_token_ids=frozenset({END}))
         self.engine = LLMEngine(self.scheduler, self.runner, limits, make_matcher=lambda params: ShadowMatcher())
@@ -255,7 +268,8 @@ class Run:
         self.record = Record()
 
     def order(self, request):
-        return (request.priority if self.work.policy == "priority" else 0, request.arrival)
+        priority = request.priority if self.work.policy == "priority" else 0
+        return (priority * self.work.patience + self.came[request], request.arrival)
 
     def serve(self):
         pending = list(self.work.jobs)
@@ -299,6 +313,7 @@ class Run:
             self.requests[job.name] = self.engine.add_request(
                 job.name, job.prompt, params, priority=job.priority, cache_salt=job.salt, stream=job.stream
             )
+            self.came[self.requests[job.name]] = self.decisions
             assert fits, "admitted, and can never be served"  # B7
         except RequestError:
             assert not fits
@@ -382,12 +397,24 @@ class Run:
         assert all(request in spans for request in decoding if request not in decided.preempted + decided.finished)
         for request, length in self.runner.lengths.items():
             if request not in spans or spans[request].stop < length:
-                assert decided.num_tokens == work.budget, "budget left, and a request that could have used it"
+                assert decided.num_tokens == scheduler.max_num_batched_tokens, (
+                    "budget left, and a request that could have used it"
+                )
         # B5: admitted in order, and nobody overtakes
         assert [order(request) for request in admitted] == sorted(order(request) for request in admitted)
         passed_over = [request for request in waiting if request not in admitted + list(decided.finished)]
         for request in passed_over:
             assert all(order(ahead) < order(request) for ahead in admitted), "it was overtaken"
+            for ahead in admitted:  # the bound, in its own words
+                levels = request.priority - ahead.priority if work.policy == "priority" else 0
+                later = self.came[ahead] - self.came[request]
+                assert ahead.arrival < request.arrival or later < levels * work.patience, "overtaken by a latecomer"
+        self.record.counts["overtaken"] += sum(
+            ahead.arrival > request.arrival for ahead in admitted for request in passed_over
+        )
+        self.record.counts["aged"] += sum(
+            ahead.priority > request.priority for ahead in admitted for request in passed_over
+        ) * (work.policy == "priority")
         # B5: the victims are the last of those that ran
         victims = list(decided.preempted)
         assert not set(victims) & set(scheduled)
@@ -457,6 +484,7 @@ def test_the_workloads_do_what_they_are_for():
             total[f"end {reason}"] += 1
     least = {
         "preemptions": 100, "hits": 200, "evictions": 200, "chunks": 500, "mixed": 100, "aborts": 40, "interrupts": 40,
+        "overtaken": 100, "aged": 5,
         "interrupted waits": 40,
         "refused": 20, "end stop": 50, "end length": 200,
     }  # fmt: skip
@@ -489,10 +517,13 @@ class Bench:
         eos=(),
         manager=BlockManager,
         scheduler=Scheduler,
+        patience=1000,
         **options,
     ):
         self.blocks = manager(num_blocks, size, **options)
-        self.scheduler = scheduler(self.blocks, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy)
+        self.scheduler = scheduler(
+            self.blocks, max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy, patience=patience
+        )
         self.runner = ShadowRunner(self.scheduler)
         limits = Limits(max_model_len=limit, vocab_size=VOCAB, eos_token_ids=frozenset(eos))
         self.engine = LLMEngine(self.scheduler, self.runner, limits)
@@ -538,6 +569,93 @@ def test_a_decode_gains_a_token_in_every_step_under_a_stream_of_prefills():
         assert bench.step()["steady"] == (step, step + 1)
     assert bench.outputs["steady"].token_ids == alone([1], 200)
     assert len(bench.scheduler.waiting) > 50  # more came than could be served, so there was competition
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("urgency", [0, -5])
+def test_nor_does_anybody_more_urgent_keep_a_token_from_it(lookahead, urgency):
+    """B4, with steps that overlap, and with newcomers that go before it wherever there is a choice."""
+    bench = Bench(400, budget=8, seqs=6, policy="priority", enable_prefix_caching=False)
+    bench.runner.lookahead = lookahead
+    bench.add("steady", [1], max_tokens=200)
+    bench.step()
+    for step in range(1, 200):
+        bench.add(f"new{step}", [step % VOCAB] * 20, max_tokens=2, priority=urgency)
+        spans = bench.step()
+        assert spans["steady"] == (step, step + 1) and sum(stop - start for start, stop in spans.values()) == 8
+    assert len(bench.scheduler.waiting) > 50
+
+
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_prompts_of_32k_tokens_cost_a_running_request_a_step_of_the_budget_at_most(budget):
+    """B4, in tokens: between two tokens of a request that decodes there is one step, and its tokens are bounded.
+
+    Three prompts at once, of 32,768 tokens each, beside 16 that decode: without chunks a token would wait for 98,304.
+    """
+    blocks = BlockManager(1000, 256, enable_prefix_caching=False)
+    scheduler = Scheduler(blocks, max_num_seqs=32, max_num_batched_tokens=budget)
+
+    def request(number, length):
+        return Request(
+            request_id=str(number), prompt_token_ids=[1] * length, params=SamplingParams(), max_tokens=10**6,
+            arrival=number,
+        )  # fmt: skip
+
+    def step():
+        output = scheduler.schedule()
+        scheduler.update(output, [Sampled(3) if span.samples else None for span in output.spans])
+        return {span.request: span.stop - span.start for span in output.spans}
+
+    steady = [request(number, 4) for number in range(16)]
+    for each in steady:
+        scheduler.add(each)
+    step()
+    long = [request(16 + number, 32_768) for number in range(3)]
+    for each in long:
+        scheduler.add(each)
+    steps = 0
+    while any(each.num_output_tokens == 0 for each in long):
+        sizes = step()
+        assert all(sizes[each] == 1 for each in steady) and sum(sizes.values()) <= budget
+        steps += 1
+    # nothing of the budget is lost meanwhile: prompts get all that decodes leave, and the first to be done decode too
+    assert -(-3 * 32_768 // (budget - 16)) <= steps <= -(-3 * 32_768 // (budget - 18))
+
+
+def serve_a_stream(bench, *, arrivals, steps, **low):
+    """Add one request, and more urgent ones in every step; after how many steps the first had ended, if it had."""
+    bench.add("low", [1] * 4, **low)
+    for step in range(steps):
+        for number in range(arrivals):
+            bench.add(f"{step}.{number}", [2], max_tokens=bench.length, priority=0)
+        bench.step()
+        if "low" in bench.outputs:
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("patience", "priority", "arrivals"), [(5, 3, 1), (5, 3, 2), (1, 1, 1), (20, 1, 3), (1, 60, 1)]
+)
+def test_a_stream_of_urgent_requests_holds_a_patient_one_for_so_long_and_no_longer(patience, priority, arrivals):
+    """One at a time, a step each: those of the first ``patience * priority`` steps go before it, and no other."""
+    bench = Bench(100, seqs=1, policy="priority", patience=patience)
+    bench.length = 1
+    ahead = patience * priority * arrivals
+    assert serve_a_stream(bench, arrivals=arrivals, steps=ahead + 9, max_tokens=1, priority=priority) == ahead
+
+
+def test_a_patient_request_is_admitted_and_preempted_but_not_for_ever():
+    """A pool that is always too small, and always somebody more urgent: it ends all the same, and not so by itself."""
+    for patience, ends in ((10, True), (10**6, False)):
+        bench = Bench(6, seqs=4, policy="priority", patience=patience, enable_prefix_caching=False)
+        bench.length = 14
+        step = serve_a_stream(bench, arrivals=1, steps=500, max_tokens=16, priority=2)
+        assert (step is not None) is ends
+        if ends:
+            assert step < 20 * bench.length  # 20 came at most that go before it
+            assert bench.outputs["low"].token_ids == alone([1] * 4, 16)
+        assert bench.scheduler.num_preemptions > 10
 
 
 def test_chunks_fill_what_the_decodes_leave():
