@@ -1,6 +1,7 @@
 """The tensors that hold keys and values, and how many bytes they weigh."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -48,6 +49,11 @@ class KVCache:
             memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
             return cls(torch.from_numpy(memory).view(dtype).view(shape), scales)
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, as they were at first. Nobody waits for it."""
+        for block in blocks:
+            self.data[:, :, block].zero_()
 
     @property
     def block_size(self) -> int:

@@ -45,6 +45,7 @@ class Sampled(NamedTuple):
     """What the model runner drew for one request."""
 
     token_id: int
+    """Below 0: nothing could be drawn, for the model's numbers were none."""
     scores: Scores | None = None
     """What the step knows of log-probabilities, if the request asked for them: it is that of ``row``."""
     row: int = 0
