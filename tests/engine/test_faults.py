@@ -1,13 +1,24 @@
 """When a number, a step or the machine fails: who is told, who is not harmed, and what is left behind."""
 
 import asyncio
+import contextlib
 import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import jaxtyping
 import pytest
 import torch
 
 from nanovllm import AsyncLLM, RequestOutputKind, SamplingParams
 from nanovllm import batch as batches
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.interrupts import HeldBack
 from nanovllm.ops.take_tokens import take_tokens
 
 BAD = list(range(60, 90))
@@ -203,3 +214,165 @@ def test_a_model_that_is_broken_ends_every_request_and_not_the_engine(served, ti
     assert [facts(output) for output in run(llm, PROMPTS, ask("scored"))] == [([], "", "error")] * len(PROMPTS)
     monkeypatch.undo()
     tiny.assert_idle(llm)
+
+
+# Ctrl-C
+
+
+BOOKS = {
+    f"{os.sep}nanovllm{os.sep}{name}.py"
+    for name in ("llm", "engine", "scheduler", "block_manager", "request", "interrupts")
+}
+"""Files that keep books; a line of them is a moment."""
+
+
+class CtrlC:
+    """Presses Ctrl-C before the line of number ``at``, of those that the work runs in the files above."""
+
+    def __init__(self, at=-1):
+        self.at = at
+        self.lines = 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def call(self, frame, event, arg):
+        return self.line if frame.f_code.co_filename[-len(max(BOOKS, key=len)) :].endswith(tuple(BOOKS)) else None
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self.line
+
+
+def test_ctrl_c_at_any_moment(open_llm, tiny, monkeypatch):
+    """In a call with another one's stream under way: the call ends, the stream and the engine go on."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # its lines are traced too, and only take time
+    llm = open_llm(num_gpu_blocks_override=9, max_num_batched_tokens=16)
+    prompts, params = [[1, 2, 3], [4] * 20], ask("drawn", n=2, tokens=5)
+    streamed = facts(run(llm, [7, 8, 9], ask(tokens=16))[0])[0]
+    expected = [facts(output) for output in run(llm, PROMPTS[:1], ask())]
+
+    def press(at):
+        stream = llm.stream([7, 8, 9], ask(tokens=16))
+        pieces = [next(stream)]
+        with CtrlC(at) as pressed:
+            run(llm, prompts, params)
+        assert [token for piece in [*pieces, *stream] for token in piece.token_ids] == streamed
+        return pressed.lines
+
+    lines = min(press(-1), press(-1), press(-1)) * 4 // 5  # what the cache finds saves some
+    assert lines > 1000
+    for at in random.Random(0).sample(range(1, lines + 1), 40):
+        stream = llm.stream([7, 8, 9], ask(tokens=16))
+        pieces = [next(stream)]
+        with pytest.raises(KeyboardInterrupt), CtrlC(at):
+            run(llm, prompts, params)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        pieces += stream
+        assert [token for piece in pieces for token in piece.token_ids] == streamed, at
+        tiny.assert_idle(llm)
+    for at in random.Random(1).sample(range(1, 400), 20):
+        with contextlib.suppress(KeyboardInterrupt), CtrlC(at):
+            list(llm.stream(prompts, params))
+        tiny.assert_idle(llm)
+    assert [facts(output) for output in run(llm, PROMPTS[:1], ask())] == expected
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    seen = []
+    with pytest.raises(KeyboardInterrupt), HeldBack():
+        signal.raise_signal(signal.SIGINT)
+        seen.append(1)
+        signal.raise_signal(signal.SIGINT)
+        seen.append(2)
+    assert seen == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_handles_ctrl_c_keeps_its_own_way():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append("mine"))
+    try:
+        with HeldBack() as ctrl_c:
+            signal.raise_signal(signal.SIGINT)
+            ctrl_c.check()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(HeldBack().__enter__).result().__exit__()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["mine"]
+
+
+SERVE = """
+import sys, threading
+from nanovllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64)
+print("ready", flush=True)
+while True:
+    llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_sigterm_ends_a_process_at_once_and_leaves_nothing(folders, tmp_path):
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folders["llama"])], env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.05)
+    started = time.monotonic()
+    process.terminate()
+    _, errors = process.communicate(timeout=10)
+    assert time.monotonic() - started < 5
+    assert (process.returncode, errors, list(scratch.iterdir())) == (-signal.SIGTERM, "", [])
+
+
+# Memory
+
+
+def test_no_memory_for_the_cache_names_what_to_turn(open_llm):
+    """Of the size that was asked for, or that was found while nobody else had taken it yet."""
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override.*max_model_len") as caught:
+        open_llm(num_gpu_blocks_override=2**45)
+    assert caught.value.parameter == "num_gpu_blocks_override"
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        open_llm(num_gpu_blocks_override=None, kv_cache_memory_bytes=16)
+
+
+# A step that fails
+
+
+def test_a_failed_step_reaches_each_reader_and_the_engine_goes_on(served, tiny, monkeypatch):
+    """Whoever was in it: a call, a stream, a step ahead or in turn. The same error type for all."""
+    llm = served()
+    expected = [facts(output) for output in run(llm, PROMPTS, ask())]
+    runner = llm.llm_engine._runner
+    model = getattr(runner, "runner", runner).model
+    logits, calls = model.logits, []
+
+    def failing(hidden):
+        calls.append(len(hidden))
+        if len(calls) == 4:
+            raise RuntimeError("the device is gone")
+        return logits(hidden)
+
+    monkeypatch.setattr(model, "logits", failing)
+    with pytest.raises(EngineError, match="the device is gone") as caught:
+        run(llm, PROMPTS, ask())
+    assert [output.outputs[0].finish_reason for output in caught.value.outputs] == ["error"] * len(PROMPTS)
+    tiny.assert_idle(llm)
+    calls.clear()
+    with pytest.raises(EngineError, match="the device is gone"):
+        list(llm.stream(PROMPTS, ask()))
+    tiny.assert_idle(llm)
+    assert [facts(output) for output in run(llm, PROMPTS, ask())] == expected
