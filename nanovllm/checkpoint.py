@@ -157,9 +157,9 @@ class FolderCheckpoint:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map, the table from tensor names to files.")
         names = list(weight_map.values())
+        files = {path.name for path in self._folder.iterdir() if path.is_file()}
         for name in names:
-            plain = isinstance(name, str) and Path(name).name == name and name.endswith((".safetensors", ".bin"))
-            if not plain or not (self._folder / name).is_file():
+            if not isinstance(name, str) or name not in files or not name.endswith((".safetensors", ".bin")):
                 raise CheckpointError(
                     f"{index} names the shard {name!r}; it must be the plain name of a file in the same folder."
                 )

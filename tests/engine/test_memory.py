@@ -102,7 +102,7 @@ def test_nothing_is_held_when_results_are_delivered(open_llm, serve, number):
 
 
 def test_resident_memory_is_flat(open_llm):
-    """Steps of one size: oneDNN keeps code for each size that it meets, up to 1,024, and that is not ours to measure."""
+    """Steps of one size: oneDNN keeps code for each size that it meets, up to 1,024, which is not ours to measure."""
     llm = open_llm(num_gpu_blocks_override=40, max_num_seqs=10)
     dice = random.Random(0)
 
