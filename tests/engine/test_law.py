@@ -64,6 +64,8 @@ class Work:
     seats: int
     policy: str
     caching: bool
+    collisions: bool
+    """All blocks have one digest, so only their tokens and parents tell them apart."""
     overlap: bool
     jobs: tuple[Job, ...]
 
@@ -151,6 +153,7 @@ def draw_work(seed: int) -> Work:
     return Work(
         family=dice.choice(FAMILIES), block_size=block_size, num_blocks=num_blocks, budget=dice.choice((3, 7, 16, 256)),
         seats=dice.choice((2, 8, 8)), policy=dice.choice(("fcfs", "priority")), caching=dice.random() < 0.75,
+        collisions=seed % 5 == 0,
         overlap=dice.random() < 0.5, jobs=tuple(jobs),
     )  # fmt: skip
 
@@ -197,7 +200,12 @@ class Lab:
         """An engine over the opened model, with this workload's own scheduler and a cache full of garbage."""
         whole = self.model(work.family, work.block_size).llm_engine
         whole._runner.cache.data.fill_(GARBAGE)
-        blocks = BlockManager(work.num_blocks, work.block_size, enable_prefix_caching=work.caching)
+        blocks = BlockManager(
+            work.num_blocks,
+            work.block_size,
+            enable_prefix_caching=work.caching,
+            hash_function=(lambda data: b"") if work.collisions else None,
+        )
         scheduler = Scheduler(blocks, max_num_seqs=work.seats, max_num_batched_tokens=work.budget, policy=work.policy)
         self.late = Late(whole._runner) if work.overlap else None
         return LLMEngine(
