@@ -157,6 +157,14 @@ class BlockManager:
         request.num_computed_tokens = request.num_committed_blocks = 0
         request.chain_parent = request.cache_salt
 
+    def forget(self, request: Request) -> list[int]:
+        """Let nobody find the blocks that a request alone holds; return them. What others read too is sound."""
+        own = [block for block in map(self._blocks.__getitem__, request.block_ids) if block.ref_count == 1]
+        for block in own:
+            if block.digest is not None:
+                self._forget(block)
+        return [block.index for block in own]
+
     def pin(self, request: Request) -> list[int]:
         """Hold the known leading blocks of a request's prompt, whatever becomes of it, until ``unpin``."""
         blocks = self._match(request, len(request.prompt_token_ids) // self.block_size)

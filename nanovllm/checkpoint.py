@@ -86,7 +86,7 @@ class FolderCheckpoint:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, shard by shard."""
         for path in self._weight_files():
-            yield from _safetensors(path) if path.suffix == ".safetensors" else _pytorch(path)
+            yield from watched(path, _safetensors(path) if path.suffix == ".safetensors" else _pytorch(path))
 
     def tokenizer_parts(self) -> TokenizerParts:
         """Read ``tokenizer.json`` and its companions."""
@@ -157,13 +157,28 @@ class FolderCheckpoint:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map, the table from tensor names to files.")
         names = list(weight_map.values())
+        files = {path.name for path in self._folder.iterdir() if path.is_file()}
         for name in names:
-            plain = isinstance(name, str) and Path(name).name == name and name.endswith((".safetensors", ".bin"))
-            if not plain or not (self._folder / name).is_file():
+            if not isinstance(name, str) or name not in files or not name.endswith((".safetensors", ".bin")):
                 raise CheckpointError(
                     f"{index} names the shard {name!r}; it must be the plain name of a file in the same folder."
                 )
         return [self._folder / name for name in dict.fromkeys(names)]
+
+
+def watched(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Pass the tensors of a mapped file on. Raises CheckpointError, before each is read, if the file has another size
+    by now: to read what was cut off would end the process (SIGBUS)."""
+    size = path.stat().st_size
+
+    def check() -> None:
+        if not path.exists() or path.stat().st_size != size:
+            raise CheckpointError(f"{path} changed while it was read. Load the model again when nobody writes to it.")
+
+    for each in tensors:
+        check()  # whoever gets it may be the first to read it
+        yield each
+        check()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -224,7 +225,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=_count(raw, "head_dim", hidden // heads),
-            max_position_embeddings=_count(raw, "max_position_embeddings", 2048),
+            max_position_embeddings=_count(raw, "max_position_embeddings", 2048, most=2**31 - 1),
             norm_eps=_real(raw, "rms_norm_eps", 1e-6),
             activation=raw.get("hidden_act") or raw.get("hidden_activation") or "silu",
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -296,12 +297,14 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     return tuple(None if layer < full else window for layer in range(layers))
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+def _count(
+    raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1, most: int = 2**20
+) -> int:  # fmt: skip
     value = raw.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise CheckpointError(
-            f"config.json has {name}: {value!r}; it must be a whole number of at least {least}.{nearest(name, raw)}"
+            f"config.json has {name}: {value!r}; it must be a whole number from {least} to {most}.{nearest(name, raw)}"
         )
     return value
 
@@ -309,7 +312,7 @@ def _count(raw: Mapping[str, Any], name: str, default: int | None = None, *, lea
 def _real(raw: Mapping[str, Any], name: str, default: float) -> float:
     value = raw.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json has {name}: {value!r}; it must be a number above 0.")
     return float(value)
 

@@ -1,6 +1,7 @@
 """The tensors that hold keys and values, and how many bytes they weigh."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
+from nanovllm.errors import ConfigError
 
 
 class KVCache:
@@ -36,6 +38,8 @@ class KVCache:
     ) -> "KVCache":  # fmt: skip
         """Allocate zeros, so that a place which is masked out adds 0 * 0 and never 0 * NaN.
 
+        Raises ConfigError if there is not so much memory.
+
         ``scales`` belong to float8; None: all are 1.
 
         On a CPU the memory comes from calloc, whose pages are mapped when they are first written: a cache of
@@ -44,10 +48,23 @@ class KVCache:
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         if dtype is torch.float8_e4m3fn:  # without scales: those of trained models stay far below its largest, 448
             scales = (torch.ones(config.num_layers, 2, config.num_kv_heads) if scales is None else scales).to(device)
-        if device.type == "cpu":
-            memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-            return cls(torch.from_numpy(memory).view(dtype).view(shape), scales)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+        try:
+            if device.type == "cpu":
+                memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+                return cls(torch.from_numpy(memory).view(dtype).view(shape), scales)
+            return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"there is no memory for a cache of {num_blocks} blocks ({math.prod(shape) * dtype.itemsize} bytes: "
+                f"{error}). Lower num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization, or what "
+                "the cache must hold: max_model_len and max_num_seqs.",
+                parameter="num_gpu_blocks_override", value=num_blocks,
+            ) from error  # fmt: skip
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Fill blocks with zeros, as they were at first. Nobody waits for it."""
+        for block in blocks:
+            self.data[:, :, block].zero_()
 
     @property
     def block_size(self) -> int:

@@ -16,6 +16,7 @@ from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.interrupts import HeldBack
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
@@ -129,9 +130,7 @@ class LLM:
         for each prompt, those that were done and how far the others came ("error" or "abort"). On any exception,
         Ctrl-C included, the requests of this call are aborted, and the engine can go on.
         """
-        listed = as_list(prompts)
-        requests = self._add(listed, sampling_params, priority, stream=False)
-        return self._finish(requests, use_tqdm)
+        return self._finish(as_list(prompts), sampling_params, priority, use_tqdm)[1]
 
     def chat(
         self,
@@ -147,8 +146,7 @@ class LLM:
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
         ``chat_template_kwargs``.
         """
-        requests = self._add(self._conversations(messages, template), sampling_params, priority, stream=False)
-        return self._finish(requests, use_tqdm)
+        return self._finish(self._conversations(messages, template), sampling_params, priority, use_tqdm)[1]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, priority: Priority = None
@@ -199,8 +197,7 @@ class LLM:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
-        requests = self._add([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, stream=False)
-        self._finish(requests, use_tqdm=False)
+        requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
         blocks = self.llm_engine.scheduler.blocks
         return CachedPrefix(blocks, blocks.pin(requests[0]))
 
@@ -276,14 +273,24 @@ class LLM:
         encoded = iter(self.get_tokenizer().encode_batch(texts) if texts else ())
         return [(text, next(encoded) if tokens is None else tokens, salt) for text, tokens, salt in parsed]
 
-    def _finish(self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        """Step until these requests have finished."""
+    def _finish(
+        self, prompts: Sequence[Prompt], params: Params, priority: Priority, use_tqdm: bool | Callable[..., Any]
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """Queue the prompts of a call and step until they have finished; Ctrl-C comes between two steps."""
+        with HeldBack() as ctrl_c:
+            requests = self._add(prompts, params, priority, stream=False)
+            return requests, self._finished(requests, use_tqdm, ctrl_c)
+
+    def _finished(
+        self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any], ctrl_c: HeldBack
+    ) -> list[RequestOutput]:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
         finished: dict[str, RequestOutput] = {}
         bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
         try:
             while len(finished) < len(requests):
+                ctrl_c.check()
                 for output in self._step():
                     finished[output.request_id] = output
                     prompt_tokens += len(output.prompt_token_ids)
@@ -306,23 +313,28 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, priority: Priority
     ) -> Generator[RequestOutput, None, None]:
         """Queue the prompts when the first piece is asked for, so that an iterator never begun leaves nothing."""
-        requests = self._add(prompts, params, priority, stream=True)
-        places = {request.request_id: str(place) for place, request in enumerate(requests)}
+        requests: list[Request] = []
+        places: dict[str, str] = {}
         mail = deque[RequestOutput]()
-        self._mail |= dict.fromkeys(places, mail)
-        pending = len(requests)
         try:
+            with HeldBack():
+                requests = self._add(prompts, params, priority, stream=True)
+                places = {request.request_id: str(place) for place, request in enumerate(requests)}
+                self._mail |= dict.fromkeys(places, mail)
+            pending = len(requests)
             while pending:
                 while not mail:
-                    self._step()
+                    with HeldBack():
+                        self._step()
                 output = mail.popleft()
                 pending -= output.finished
                 output.request_id = places[output.request_id]
                 yield output
         finally:
-            self._abort(requests)
-            for request_id in places:
-                self._mail.pop(request_id, None)
+            with HeldBack():
+                self._abort(requests)
+                for request_id in places:
+                    self._mail.pop(request_id, None)
 
     def _step(self) -> list[RequestOutput]:
         """Compute one step; put what a stream waits for into its mail, return the rest."""

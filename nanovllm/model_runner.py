@@ -68,6 +68,7 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, output: SchedulerOutput) -> Fetch:
         """Begin the step; return what waits for its tokens."""
+        self.cache.clear(output.spoiled)
         drawing = [span for span in output.spans if span.samples]
         samples = prompts = None
         if self._graphs is not None and self._graphs.fits(output.spans):

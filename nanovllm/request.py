@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
     """What the model runner found out for one request."""
 
     token_id: int
-    """What it drew; -1 after a span that draws nothing."""
+    """What it drew; below 0 nothing: the span draws nothing, or the model's numbers were none."""
     scores: Scores | None = None
     """What the step knows of log-probabilities, if the request asked for them: it is that of ``row``."""
     row: int = 0

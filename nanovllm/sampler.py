@@ -23,6 +23,7 @@ class Samples:
     """What a step drew, where it was drawn: the host need not have waited for it."""
 
     tokens: Int64[Tensor, " rows"]
+    """-1 where the logits held NaN."""
     numbers: Sequence[int | None]
     """How many log-probabilities each row asked for."""
     first: int = 0

@@ -46,6 +46,8 @@ class SchedulerOutput:
     """Lost their blocks, and wait again; they are computed anew, as far as the prefix cache does not help."""
     finished: tuple[Request, ...] = ()
     """Ended by the decision: no pool of blocks would let them go on."""
+    spoiled: tuple[int, ...] = ()
+    """Blocks to be filled with zeros first: a masked place adds 0 times what lies there, and 0 * NaN is NaN."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +82,7 @@ class Scheduler:
         """Samples in no queue yet: until their first one has put the prompt into the prefix cache, or has ended."""
         self.num_preemptions = 0
         self.num_steps = 0
+        self._spoiled: list[int] = []
         self._by_priority = policy == "priority"
         self._share_outputs = share_outputs
         self._patience = patience
@@ -133,7 +136,9 @@ class Scheduler:
             spans.append(_span(request, size))
             budget -= size
 
-        output = SchedulerOutput(tuple(spans), tuple(preempted), tuple(finished))
+        output = SchedulerOutput(tuple(spans), tuple(preempted), tuple(finished), tuple(self._spoiled))
+        if spans:
+            self._spoiled = []
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("step: %s", describe(output, waiting=len(self.waiting)))
         return output
@@ -148,6 +153,11 @@ class Scheduler:
             request = span.request
             request.num_pending_tokens -= span.samples
             if request.is_finished:  # aborted while the step ran, or the step was decided before its end was known
+                continue
+            if token is not None and span.samples and token.token_id < 0:
+                logger.warning("request %s ends: its logits after token %d hold NaN", request.request_id, span.stop)
+                self._spoiled += self.blocks.forget(request)
+                finished.append(self._end(request, "error"))
                 continue
             if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
                 known = span.stop if self._share_outputs else min(span.stop, len(request.prompt_token_ids))
@@ -168,6 +178,7 @@ class Scheduler:
 
     def undo(self, output: SchedulerOutput) -> None:
         """Take back a decision whose step was not computed, so that it can be made again."""
+        self._spoiled += output.spoiled
         for span in output.spans:
             span.request.num_pending_tokens -= span.samples
             if not span.request.is_finished:

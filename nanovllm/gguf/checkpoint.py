@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanovllm.checkpoint import watched
 from nanovllm.errors import CheckpointError, nearest
 from nanovllm.gguf.architectures import (
     ROPE_FACTORS,
@@ -67,6 +68,9 @@ class GGUFCheckpoint:
         float32, or float16 or bfloat16 where the file has these. Only the tensor that is yielded exists in
         expanded form. Unquantised ones may be views of the file: copy what you keep.
         """
+        yield from watched(self._file.path, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for stored, name in self._names.items():
             values = dequantize(self._file, self._file.tensors[stored])
             if self._architecture.interleaved and ".q_proj." in name:

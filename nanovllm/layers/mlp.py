@@ -15,7 +15,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.activation not in ACTIVATIONS:
+        if config.activation not in list(ACTIVATIONS):  # a list: it may be anything, hashable or not
             known = ", ".join(sorted(ACTIVATIONS))
             raise CheckpointError(f"hidden_act is {config.activation!r}; known are {known}.")
         self.activation = config.activation

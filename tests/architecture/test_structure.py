@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 CORE = [
     "errors", "sampling_params", "outputs", "prompts", "config", "request", "block_manager", "scheduler", "engine",
     "ops", "batch", "kv_cache", "layers", "models", "tokenizer", "checkpoint", "loader", "sampler", "cuda_graphs",
-    "model_runner", "build", "llm",
+    "model_runner", "build", "interrupts", "llm",
 ]  # fmt: skip
 """The parts of the core, low to high: a part imports from its left only."""
 

@@ -454,13 +454,22 @@ def test_a_falling_temperature_tends_to_greedy():
     assert agree[-1] > 0.95
 
 
-def test_a_row_of_nan_stays_inside_the_vocabulary_and_harms_no_other():
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_a_row_with_nan_gives_no_token_and_harms_no_other(place):
     torch.manual_seed(6)
     logits = torch.randn(3, 20)
     seeds, positions = ints(1, 2, 3), ints(4, 5, 6)
     changes = settings(3, top_k=5, top_p=0.8, min_p=0.01) | {"seeds": seeds, "positions": positions}
     clean = choose(logits, **changes, filtered=True)
-    logits[1] = torch.nan
-    tokens = choose(logits, **changes, filtered=True)
-    assert tokens[[0, 2]].tolist() == clean[[0, 2]].tolist()
-    assert 0 <= int(tokens[1]) < 20
+    whole = log_probs(logits, clean, 3)
+    logits[1, place] = torch.nan
+    for filtered, temperatures in ((True, [1.0] * 3), (True, [1.0, 0.0, 1.0]), (False, [1.0] * 3), (False, [0.0] * 3)):
+        changes["temperatures"] = torch.tensor(temperatures)
+        tokens = choose(logits, **changes, filtered=filtered)
+        assert tokens[1] == -1 and (tokens[[0, 2]] >= 0).all()
+        if filtered:
+            assert tokens[[0, 2]].tolist() == clean[[0, 2]].tolist()
+    assert greedy(logits)[1] == -1
+    clean[1] = -1
+    for found, expected in zip(log_probs(logits, clean, 3), whole, strict=True):
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])

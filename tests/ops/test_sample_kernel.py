@@ -119,9 +119,9 @@ def test_extreme_rows():
     logits[1, 1500] = torch.nan
     logits[2, 1999] = INF
     logits[3, :1024] = -INF
-    assert kernel.greedy(logits).tolist() == [0, 1500, 1999, 1024, 0]
+    assert kernel.greedy(logits).tolist() == [0, -1, 1999, 1024, 0]
     drawn = kernel.draw(logits, ints(1, 2, 3, 4, 5), ints(1, 2, 3, 4, 5)).tolist()
-    assert drawn[:3] == [0, 1500, 1999]
+    assert drawn[:3] == [0, -1, 1999]
     assert 1024 <= drawn[3] < 2000
 
 
@@ -252,7 +252,7 @@ def test_choices_of_extreme_rows():
     seeds = torch.arange(5, device=DEVICE)
     for kind in ((1.0, 5, 0.9, 0.1), (0.0, 5, 0.9, 0.1)):
         found = kernel.choose(logits, *settings([kind] * 5), seeds, seeds, filtered=True).tolist()
-        assert found[:3] == [0, 1500, 1999]
+        assert found[:3] == [0, -1, 1999]
         assert 1024 <= found[3] < 2000
 
 
@@ -451,3 +451,13 @@ def test_no_rows():
     assert [len(each) for each in kernel.log_probs(torch.zeros(0, 5, device=DEVICE), ints(), 3)] == [0] * 5
     assert kernel.greedy(torch.zeros(0, 5, device=DEVICE)).shape == (0,)
     assert kernel.draw(torch.zeros(0, 5, device=DEVICE), ints(), ints()).shape == (0,)
+
+
+def test_log_probs_beside_a_row_that_gave_no_token():
+    logits = torch.randn(3, 9000, device=DEVICE)
+    tokens = torch.tensor([-1, 5, 8999], device=DEVICE)
+    given = torch.tensor([[1], [2], [3]], device=DEVICE)
+    expected = kernel.log_probs(logits[1:], tokens[1:], 4, given[1:])
+    logits[0, 17] = torch.nan
+    for found, alone in zip(kernel.log_probs(logits, tokens, 4, given), expected, strict=True):
+        assert torch.equal(found[1:], alone)

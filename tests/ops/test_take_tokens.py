@@ -30,3 +30,10 @@ def test_sources_are_resolved(run, tokens):
 
 def test_nobody_looks_behind_the_rows_for_a_known_id():
     assert take_tokens(torch.tensor([3, 0]), torch.tensor([], dtype=torch.int64).new_zeros(1)).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("run", [reference.take_tokens, pytest.param(by_kernel, marks=needs_triton)])
+def test_what_could_not_be_drawn_is_an_id_all_the_same(run):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    drawn = torch.tensor([5, -1], device=device)
+    assert run(torch.tensor([-1, -2, 7], device=device), drawn).tolist() == [5, 0, 7]

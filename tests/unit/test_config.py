@@ -171,7 +171,7 @@ def test_what_a_file_may_leave_out():
         ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
         ({"architectures": [None]}, "names no architecture"),
         ({"hidden_size": "left out", "hidden_sise": 64}, "hidden_size: None.*Did you mean 'hidden_sise'"),
-        ({"hidden_size": 0}, "hidden_size: 0; it must be a whole number of at least 1"),
+        ({"hidden_size": 0}, "hidden_size: 0; it must be a whole number from 1 to"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers: 2.0"),
         ({"num_attention_heads": True}, "num_attention_heads: True"),
         ({"vocab_size": "99"}, "vocab_size: '99'"),

@@ -40,7 +40,8 @@ class Rows:
     most: int
     """Most rows of any one request."""
     parts: Tensor | None
-    """Int64 [decodes, most]: the rows of each request, 0 past its end; None if that is 0, 1, 2, ..."""
+    """Int64 [decodes, most]: the rows of each request, past its end the first of them (another's may hold NaN, and
+    0 * NaN is NaN); None if that is 0, 1, 2, ..."""
     missing: Tensor | None
     """Float [decodes, most, 1, 1]: 0 for a row, -inf past the end; None if all requests have as many."""
 
@@ -134,7 +135,7 @@ def _cut(plan: Plan, window: int | None, dtype: torch.dtype) -> Rows:
         runs=tuple(runs),
         mask=_additive((places < first) | (places >= stop), dtype)[:, None, None],
         most=most,
-        parts=None if parts.flatten().tolist() == list(range(parts.numel())) else parts.clamp(min=0),
+        parts=None if parts.flatten().tolist() == list(range(parts.numel())) else parts.where(parts >= 0, parts[:, :1]),
         missing=None if bool((parts >= 0).all()) else _additive(parts < 0, torch.float32)[..., None, None],
     )
 

@@ -127,7 +127,8 @@ def best_of_chunk(
             if FILTERED:
                 noisy = tl.where(score < tl.load(lowest + row), -float("inf"), noisy)  # NaN stays
             score = noisy
-    score = tl.where(score == score, score, float("inf"))  # NaN is the maximum, as it is for argmax
+    token = tl.where(score == score, token, -1)  # NaN beats all others, and is no token
+    score = tl.where(score == score, score, float("inf"))
     best = tl.max(score, 0)
     first = tl.min(tl.where(score == best, token, 2147483647), 0)  # the padding's tokens are larger than all others
     tl.store(best_scores + place, best)
@@ -308,8 +309,11 @@ def check_kernel(
         lo, _, weighs, _, _, top = opened(
             extremes + row * parts * 2, temperature, k, share, least, vocab, parts, SHIFT, PARTS
         )
-        drawn = tl.load(logits + row * logits_row + tl.load(tokens + row)).to(tl.float32)
-        if ((key_of(drawn) >> SHIFT).to(tl.int64) <= lo) | (by_count & (share < 1)):
+        token = tl.load(tokens + row)
+        drawn = tl.load(logits + row * logits_row + token, token >= 0, 0.0).to(tl.float32)
+        if token < 0:
+            verdict = DONE  # a row with NaN is not searched
+        elif ((key_of(drawn) >> SHIFT).to(tl.int64) <= lo) | (by_count & (share < 1)):
             verdict = SEARCHED  # what top_p means of what top_k keeps, nobody knows before that is found
         elif by_count | (share < 1):
             verdict = BY_SUMS
@@ -420,7 +424,7 @@ def log_probs_of_chunk_kernel(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     row_logits = logits + row * logits_row
     x = tl.load(row_logits + token, token < vocab, -float("inf")).to(tl.float32)
-    own = tl.load(row_logits + tl.load(tokens + row)).to(tl.float32)
+    own = tl.load(row_logits + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
     top = tl.maximum(tl.max(x, 0), -3.4028234663852886e38)  # -inf - -inf would be NaN
     sums += (row * chunks + chunk) * 3
     tl.store(sums, top)
@@ -464,7 +468,7 @@ def log_probs_of_row_kernel(
         asked = tl.load(given + row * GIVEN + place)
         score = tl.load(logits + row * logits_row + asked).to(tl.float32)
         tl.store(named + row * GIVEN + place, score - total)
-    own = tl.load(logits + row * logits_row + tl.load(tokens + row)).to(tl.float32)
+    own = tl.load(logits + row * logits_row + tl.maximum(tl.load(tokens + row), 0)).to(tl.float32)
     tl.store(own_out + row, own - total)
     tl.store(rank_out + row, 1 + tl.sum(tl.load(at + 2, chunk < chunks, 0.0), 0).to(tl.int64))
     column = tl.arange(0, BLOCK)

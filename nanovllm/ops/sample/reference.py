@@ -14,8 +14,13 @@ PREFIX = 1024
 
 
 def greedy(logits: Float[Tensor, "rows vocab"]) -> Int64[Tensor, " rows"]:
-    """Return the best token of each row, the lowest id on a tie."""
-    return logits.argmax(-1)
+    """Return the best token of each row, the lowest id on a tie; -1 for a row that holds NaN."""
+    return _best(logits)
+
+
+def _best(scores: Tensor) -> Tensor:
+    best = scores.argmax(-1)  # takes NaN for the largest, so it is enough to look there
+    return best.where(scores.gather(-1, best[:, None])[:, 0].isnan().logical_not(), -1)
 
 
 def choose(
@@ -30,6 +35,8 @@ def choose(
     filtered: bool,
 ) -> Int64[Tensor, " rows"]:
     """Choose a token of each row: the best one at temperature 0, else a draw from what the row's filters keep.
+
+    Of a row that holds NaN nothing can be said: -1, and no row notices another's.
 
     Order, as in vLLM: temperature, min_p, top_k, top_p, draw. ``positions`` counts the tokens before the drawn one.
     Filters that are off: 0, 1 and 0; ``filtered=False`` promises that all of them are, in every row. float32 inside.
@@ -137,9 +144,9 @@ def log_probs(
     the ``given`` ids. ``normalized=False``: logits in the place of log-probabilities.
 
     Ranks count larger logits. Of equal logits among the best, any may come first. float32 inside; fewer than
-    ``number`` if the vocabulary is smaller.
+    ``number`` if the vocabulary is smaller. What stands in the rows of tokens below 0 means nothing.
     """
-    own = tokens[:, None]
+    own = tokens.clamp(min=0)[:, None]
     scores = logits.float().log_softmax(-1) if normalized else logits.float()
     ids = logits.topk(min(number, logits.shape[1]), dim=-1).indices
     ranks = (logits > logits.gather(1, own)).sum(-1) + 1
@@ -155,8 +162,8 @@ def log_probs(
 def draw(
     logits: Float[Tensor, "rows vocab"], seeds: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"]
 ) -> Int64[Tensor, " rows"]:
-    """Draw a token of each row from the softmax of its logits (already divided by the temperature)."""
-    return (logits + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+    """Draw a token of each row from the softmax of its logits (already divided by the temperature), or -1: NaN."""
+    return _best(logits + gumbel(seeds, positions, logits.shape[1]))
 
 
 def gumbel(seeds: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"], vocab: int) -> Float[Tensor, "rows vocab"]:

@@ -16,7 +16,7 @@ def take_tokens_kernel(sources, drawn, out, tokens, BLOCK: tl.constexpr, WAITS: 
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + at, at < tokens, 0)
     found = tl.load(drawn - 1 - source, (at < tokens) & (source < 0), 0)
-    tl.store(out + at, tl.where(source < 0, found, source), at < tokens)
+    tl.store(out + at, tl.where(source < 0, tl.maximum(found, 0), source), at < tokens)
 
 
 def take_tokens(sources: Tensor, drawn: Tensor) -> Tensor:

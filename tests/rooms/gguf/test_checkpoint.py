@@ -1,5 +1,7 @@
 """A GGUF file gives what the Hugging Face folder would: configuration, names, values."""
 
+import os
+
 import gguf
 import numpy as np
 import pytest
@@ -32,6 +34,16 @@ def stored_as(architecture: str, name: str, values: np.ndarray) -> np.ndarray:
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values + 1
     return values
+
+
+def test_a_file_that_changes_while_it_is_read(write_gguf, make):
+    """It is mapped: to touch what was cut off would end the process."""
+    path = write_gguf(make.model("llama"), make.tensors("llama"))
+    tensors = GGUFCheckpoint(path).tensors()
+    next(tensors)
+    os.truncate(path, 5000)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        next(tensors)
 
 
 CLASSES = {

@@ -1,5 +1,6 @@
 """Which source a model name goes to, and what it says about a name that goes nowhere."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -134,6 +135,23 @@ def test_without_a_network_the_error_says_what_was_tried(hub):
     with pytest.raises(CheckpointError, match="owner/name.*Hugging Face.*the network is away. Check") as caught:
         resolve("owner/name")
     assert "HF_ENDPOINT" in str(caught.value) and isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_a_full_disk_is_an_error_with_its_reason(hub, monkeypatch):
+    """What the download left is not taken for a model the next time."""
+
+    def download(name, *, local_files_only=False, **options):
+        if local_files_only:
+            return hub.snapshot_download(name, local_files_only=True)
+        write_model(hub.folder)
+        (hub.folder / "model-00001-of-00002.safetensors").unlink()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="owner/name.*No space left on device") as caught:
+            resolve("owner/name")
+        assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_modelscope_is_asked_instead_when_the_variable_says_so(monkeypatch, tmp_path):

@@ -1,0 +1,37 @@
+"""Ctrl-C between two lines of bookkeeping would leave books that do not balance, so it waits for the end of a step."""
+
+import signal
+import threading
+from typing import Any
+
+
+class HeldBack:
+    """Within it Ctrl-C is raised by ``check``, and at the end, and nowhere else; a second Ctrl-C at once.
+
+    Does nothing outside the main thread, which never sees one, or where the program handles Ctrl-C in its own way.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._came = False
+
+    def __enter__(self) -> "HeldBack":
+        plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if plain and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        self.check()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C came."""
+        if self._came:
+            self._came = False
+            raise KeyboardInterrupt
+
+    def _hold(self, *_: object) -> None:
+        self.check()
+        self._came = True
