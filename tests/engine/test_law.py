@@ -26,6 +26,7 @@ from nanovllm.engine import LLMEngine, sample_seed
 from nanovllm.ops.attention import sdpa
 from nanovllm.ops.take_tokens import take_tokens
 from nanovllm.outputs import Logprob
+from nanovllm.request import Request
 from nanovllm.scheduler import Scheduler
 from nanovllm.structured.matcher import GrammarMatcher
 
@@ -388,7 +389,7 @@ FAULTS = [
     Fault("all rows draw with one seed", sampler, "settings", "span.request.seed for", "spans[0].request.seed for"),
     Fault("penalties do not see a pending token", sampler, "_unknown", "drawn.source(span)", "NO_TOKEN"),
     Fault("bad words do not see a pending token", sampler, "unsettled_bans", "if known(span):", "if True:"),
-    Fault("min_tokens counts known tokens", sampler, "_too_short", "span.stop", "len(request.token_ids)"),
+    Fault("min_tokens counts known tokens", Request, "too_short", "return stop", "return len(self.token_ids)"),
     Fault("the pending token is another row's", batches.Drawn, "source", "self._rows[span.request]", "0"),
     Fault("a grammar goes to the next row", GrammarMatcher, "mask", "torch.tensor(list(matchers))",
           "torch.tensor(list(matchers)).add(1).clamp(max=len(logits) - 1)"),
