@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.errors import EngineError
 
-PATIENCE = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=2)
 """For gloo's waits. A rank that is lost is noticed by the guard within seconds, and its connections then break."""
 
 CLOSE_SECONDS = 2.0
@@ -59,7 +59,7 @@ class Gloo:
         options._timeout = PATIENCE
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._group = dist.ProcessGroupGloo(dist.FileStore(str(path), size), rank, size, options)
+        self._group: Any = dist.ProcessGroupGloo(dist.FileStore(str(path), size), rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
@@ -74,7 +74,8 @@ class Gloo:
         return out
 
     def close(self) -> None:
-        """See ``Connection``: connections end with the group, when nobody uses it any more."""
+        """See ``Connection``. Later calls fail; one under way in another thread ends with the other ranks."""
+        self._group = None
 
 
 class _Id(ctypes.Structure):

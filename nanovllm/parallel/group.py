@@ -140,13 +140,14 @@ class Group(Rank):
     """The ranks of an engine, as rank 0 sees them. Raises ConfigError before anything starts."""
 
     def __init__(self, config: EngineConfig, facts: Any) -> None:
-        super().__init__(0, config.tensor_parallel_size, facts)
+        super().__init__(0, config, facts)
         devices = _devices(facts.device, self.size)
         self.runner: Any = None
         self._threads = torch.get_num_threads()
         self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         self._lock = threading.Lock()
         self._closed = False
+        self._meeting_error: Exception | None = None
         self._workers: list[Worker] = []
         self._guard = Guard(self._workers)
         threads = max(1, self._threads // self.size)
@@ -172,8 +173,8 @@ class Group(Rank):
         while meeting.is_alive():
             meeting.join(PERIOD)
             self.check()
-        if not self.is_connected:
-            raise EngineError("rank 0 could not connect to the others; see the log.")
+        if self._meeting_error is not None:
+            raise self._meeting_error
         self._guard.communicator = self.connection
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -236,8 +237,8 @@ class Group(Rank):
     def _meet(self, identity: bytes) -> None:
         try:
             self.join(identity, self._folder / "store")
-        except Exception:
-            logger.exception("rank 0 could not connect")
+        except Exception as error:  # noqa: BLE001  raised by who waits for this thread
+            self._meeting_error = error
 
     def _receive(self, worker: Worker) -> bytes:
         while not worker.channel.poll(PERIOD):

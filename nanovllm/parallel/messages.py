@@ -58,6 +58,7 @@ class Describer:
         """Return a step's bytes. They must be sent: the next ones build on them."""
         ended = [request for request in self._sent if request.is_finished]
         dropped = [self._sent.pop(request).slot for request in ended]
+        self._unused += dropped  # workers drop them before they read what is new
         spans: list[int] = []
         tokens: list[int] = []
         blocks: list[int] = []
@@ -76,7 +77,6 @@ class Describer:
             blocks += more
             sent.tokens += len(fresh)
             sent.block_ids, sent.blocks = request.block_ids, kept + len(more)
-        self._unused += dropped  # only now: a worker drops them before it reads what is new, but slots stay small
         text = json.dumps(news).encode() if news else b""
         counts = (len(dropped), len(output.spans), len(tokens), len(blocks), len(news), len(text))
         words = [MAGIC, next(self._steps) % 2**31, *counts, *dropped, *spans, *tokens, *blocks]

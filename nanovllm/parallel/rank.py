@@ -8,23 +8,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.parallel.communicator import NCCL, Connection, Gloo
 from nanovllm.parallel.shard import first_kv_head, shard, share
 
 
 class Rank:
-    """One of ``size`` ranks. As a ``Communicator`` it works once ``join`` has returned: layers are built earlier.
+    """One of ``tensor_parallel_size`` ranks. A ``Communicator`` that works once ``join`` has returned, for layers are
+    built earlier.
 
     ``facts`` is the ``build.Plan`` of the whole model. Raises ConfigError where it cannot be cut.
     """
 
-    def __init__(self, rank: int, size: int, facts: Any) -> None:
+    def __init__(self, rank: int, config: EngineConfig, facts: Any) -> None:
+        size = config.tensor_parallel_size
         if facts.deterministic and size > 2:
             raise ConfigError(
                 f"deterministic is True; it must be False with tensor_parallel_size={size}: NCCL adds more than two "
                 "numbers in an order that follows the size of a step. Use 2 ranks, or leave deterministic.",
                 parameter="deterministic", value=True,
+            )  # fmt: skip
+        if config.compile:
+            raise ConfigError(
+                f"compile is True; it must be False with tensor_parallel_size={size}. Leave one of them.",
+                parameter="compile", value=True,
             )  # fmt: skip
         self.rank, self.size = rank, size
         self.device: torch.device = facts.device
@@ -50,6 +58,7 @@ class Rank:
             self._connection = NCCL(identity, self.rank, self.size, self.device)
         else:
             self._connection = Gloo(store, self.rank, self.size)
+            self.agree(0)  # all have read the store: it may go
 
     def connect(self) -> None:
         """Wait for the other ranks, and ``join`` them."""

@@ -84,7 +84,7 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
         config.model, revision=config.revision, download_dir=config.download_dir, token=config.hf_token
     )
     facts = plan(config, checkpoint)
-    runner, _ = build_runner(config, checkpoint, facts, Member(hello["rank"], config.tensor_parallel_size, facts))
+    runner, _ = build_runner(config, checkpoint, facts, Member(hello["rank"], config, facts))
 
     def grammars() -> Any:
         tokenizer = open_tokenizer(config, checkpoint)
