@@ -143,7 +143,9 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise EngineError(f"NCCL cannot be loaded ({error}); several GPUs need it. pip install nvidia-nccl.") from error
+        raise EngineError(
+            f"NCCL cannot be loaded ({error}); several GPUs need it. torch's CUDA wheels bring it."
+        ) from error
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
 

@@ -151,15 +151,17 @@ class Group(Rank):
         self._workers: list[Worker] = []
         self._guard = Guard(self._workers)
         threads = max(1, self._threads // self.size)
-        torch.set_num_threads(threads)
+        if self.device.type == "cpu":
+            torch.set_num_threads(threads)
         with self.guarding():
             for rank in range(1, self.size):
-                worker = Worker(rank)
-                self._workers.append(worker)
-                options = asdict(replace(config, device=devices[rank], use_tqdm_on_load=False))
-                hello = {"rank": rank, "threads": threads, "store": str(self._folder / "store"), "options": options}
-                worker.channel.send_bytes(json.dumps(hello).encode())
+                self._workers.append(Worker(rank))
             self._guard.start()
+            for worker in self._workers:
+                options = asdict(replace(config, device=devices[worker.rank], use_tqdm_on_load=False))
+                hello = {"rank": worker.rank, "threads": threads, "options": options}
+                hello["store"] = str(self._folder / "store")
+                worker.channel.send_bytes(json.dumps(hello).encode())
 
     def connect(self) -> None:
         """Meet the others, once all have loaded their weights."""
@@ -220,11 +222,11 @@ class Group(Rank):
             closed, self._closed = self._closed, True
         if closed:
             return
+        if self.device.type == "cuda" and not self._guard.failed.is_set():
+            with suppress(RuntimeError):  # while the guard still ends kernels that wait for a lost rank
+                torch.cuda.synchronize(self.device)
         if self._guard.is_alive():
             self._guard.stop()
-        if self.device.type == "cuda" and not self._guard.failed.is_set():
-            with suppress(RuntimeError):
-                torch.cuda.synchronize(self.device)
         self.runner = None  # its graphs hold NCCL's resources
         deadline = time.monotonic() + END_SECONDS
         for worker in self._workers:

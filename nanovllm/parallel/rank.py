@@ -35,7 +35,8 @@ class Rank:
                 parameter="compile", value=True,
             )  # fmt: skip
         self.rank, self.size = rank, size
-        self.device: torch.device = facts.device
+        # with its number: a new thread would begin with the first device
+        self.device = torch.empty(0, device=facts.device).device
         self.facts = replace(facts, model=share(facts.model, size))
         """The plan of this rank's part."""
         self._whole = facts
