@@ -1,8 +1,13 @@
 """Engines of several processes give what one process gives."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 
-from nanovllm import LLM, ConfigError, RequestError, SamplingParams
+from nanovllm import ConfigError, RequestError, SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 30, [9, 8], list(range(100, 160)), [255, 0]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -38,8 +43,19 @@ def pair(open_llm):
         yield llm
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen2", 2), ("llama", 4)])
-def test_ranks_give_the_tokens_of_one(open_llm, name, size):
+@pytest.fixture(scope="module")
+def llama(open_llm):
+    with open_llm("llama", 2) as llm:
+        yield llm
+
+
+def test_two_ranks_give_the_tokens_of_one(open_llm, llama):
+    with open_llm("llama", 1) as one:
+        assert_same(llama.generate(PROMPTS, GREEDY, use_tqdm=False), one.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2", 2), ("llama", 4)])
+def test_key_value_heads_on_several_ranks(open_llm, name, size):
     with open_llm(name, 1) as one:
         expected = one.generate(PROMPTS, GREEDY, use_tqdm=False)
     with open_llm(name, size) as llm:
@@ -125,8 +141,18 @@ def test_fewer_devices_than_ranks_are_named(monkeypatch):
         _devices(torch.device("cuda:1"), 2)
 
 
-def test_a_dummy_model_runs_on_two_ranks(folders):
-    options = dict(load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, num_gpu_blocks_override=16)
-    with LLM(folders["gemma3"], tensor_parallel_size=2, **options) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        assert [len(tokens[0]) for tokens in told(llm.generate([[1, 2]], params, use_tqdm=False))] == [4]
+def test_ctrl_c_leaves_the_engine_as_it_was(llama):
+    """It is sent to the whole group of processes, as a terminal does; workers are in none of it."""
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    expected = told(llama.generate([[1, 2, 3]], short, use_tqdm=False))
+    pids = [os.getpid(), *(worker.process.pid for worker in llama.llm_engine._runner._group._workers)]
+    for _ in range(3):
+        timer = threading.Timer(0.2, lambda: [os.kill(pid, signal.SIGINT) for pid in pids])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llama.generate([[1, 2, 3], [4]] * 8, long, use_tqdm=False)
+            time.sleep(5)
+        timer.join()
+        assert told(llama.generate([[1, 2, 3]], short, use_tqdm=False)) == expected
+    assert llama.llm_engine.scheduler.blocks.num_held == 0
