@@ -166,19 +166,21 @@ if sys.argv[3] != "end":
 
 
 @pytest.mark.parametrize("state", ["run", "end"])
-def test_a_parent_that_is_killed_or_ends_without_closing(folders, tmp_path, state):
-    """No ``if __name__ == "__main__"``: workers do not run the user's main module."""
+def test_a_parent_that_is_killed_or_ends_without_closing(folders, tmp_path, monkeypatch, plant, state):
+    """No ``if __name__ == "__main__"``: workers do not run the user's main module. The worker is in mid-step."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if state == "run":
+        plant("nanovllm.model_runner.ModelRunner", "submit", 5, "__import__('time').sleep(60)")
     script = tmp_path / "main.py"
     script.write_text(PARENT)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, str(script), str(folders["llama"]), str(temporary), state]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, env=environment) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as parent:
         pids = list(map(int, parent.stdout.readline().split()))
         assert len(pids) == 1
         if state == "run":
-            time.sleep(0.2)
+            time.sleep(0.5)
             assert not any(map(gone, pids))
             parent.kill()
         assert parent.wait(SECONDS) == (-9 if state == "run" else 0)

@@ -8,6 +8,8 @@ import time
 import pytest
 
 from nanovllm import ConfigError, RequestError, SamplingParams
+from nanovllm.build import matchers
+from nanovllm.parallel.messages import Describer, Mirror
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 30, [9, 8], list(range(100, 160)), [255, 0]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -70,23 +72,51 @@ def test_tied_heads_an_odd_vocabulary_cut_prompts_and_preemptions(alone, pair):
     assert pair.llm_engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(temperature=1.0, seed=5),
-        dict(temperature=0.8, top_p=0.8, top_k=9, min_p=0.01),
-        dict(temperature=1.0, seed=1, n=2, repetition_penalty=1.5, frequency_penalty=0.3),
-        dict(temperature=0.9, logit_bias={3: 4.0, 5: -100.0}, bad_words=["a", "bc"], min_tokens=6, seed=2),
-        dict(temperature=1.0, allowed_token_ids=[4, 6, 250, 258], logprob_token_ids=[4], seed=3),
-        dict(temperature=0.7, structured_outputs={"regex": "[a-f]{3}(,[0-9]{2}){2}"}, seed=9),
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_all_ranks_draw_the_same(alone, pair, options):
-    """A rank that drew another token would compute on with that: the next logits would be of neither."""
+DRAWS = [
+    dict(temperature=1.0, seed=5),
+    dict(temperature=0.8, top_p=0.8, top_k=9, min_p=0.01),
+    dict(temperature=1.0, seed=1, n=2, repetition_penalty=1.5, frequency_penalty=0.3),
+    dict(temperature=0.9, logit_bias={3: 4.0, 5: -100.0}, bad_words=["a", "bc"], min_tokens=6, seed=2),
+    dict(temperature=1.0, allowed_token_ids=[4, 6, 250, 258], logprob_token_ids=[4], seed=3),
+    dict(temperature=0.7, structured_outputs={"regex": "[a-f]{3}(,[0-9]{2}){2}"}, seed=9),
+]
+each_draw = pytest.mark.parametrize("options", DRAWS, ids=lambda options: ",".join(options))
+
+
+@each_draw
+def test_ranks_draw_what_one_does(alone, pair, options):
     params = SamplingParams(max_tokens=10, **options)
     expected = [llm.generate(PROMPTS[:3], params, use_tqdm=False) for llm in (alone, pair)]
     assert told(expected[0]) == told(expected[1])
+
+
+class Twice:
+    """Computes each step a second time, as a worker reads it."""
+
+    lookahead = 0
+
+    def __init__(self, llm):
+        self.plain = llm.llm_engine._runner
+        self.describer = Describer()
+        self.mirror = Mirror(lambda: matchers(llm.get_tokenizer(), llm.llm_engine.limits.eos_token_ids))
+        self.drawn = 0
+
+    def submit(self, output):
+        read = self.mirror.read(self.describer.describe(output))
+        first, second = (self.plain.submit(each)() for each in (output, read))
+        assert [sampled and sampled.token_id for sampled in first] == [
+            sampled and sampled.token_id for sampled in second
+        ]
+        self.drawn += sum(sampled is not None for sampled in first)
+        return lambda: first
+
+
+@each_draw
+def test_a_worker_draws_the_tokens_itself(alone, options, monkeypatch):
+    twice = Twice(alone)
+    monkeypatch.setattr(alone.llm_engine, "_runner", twice)
+    alone.generate(PROMPTS[:3], SamplingParams(max_tokens=10, **options), use_tqdm=False)
+    assert twice.drawn >= 18
 
 
 def test_a_stream_that_is_left_leaves_nothing(alone, pair):

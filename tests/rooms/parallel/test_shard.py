@@ -65,6 +65,12 @@ def test_ranks_together_are_the_model(folders, kit, name, size):
         assert torch.equal(each, found[0]), "ranks draw from the same bits"
 
 
+def test_padding_is_zero(folders, kit):
+    """A weight that is not finite would be held in float32 on a CPU, whatever is asked for."""
+    tables = kit.on_ranks(2, lambda rank: load(folders["qwen3"], rank)[0].model.embed_tokens.table())
+    assert not tables[1][-1].any() and all(table.isfinite().all() for table in tables)
+
+
 def test_a_layer_sums_once_and_the_head_gathers_once(folders, kit):
     def calls(rank):
         logits(folders["llama"], list(range(10)), rank)
