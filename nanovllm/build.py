@@ -6,6 +6,7 @@ Only ``llm`` and the command line import this file, and it imports everything el
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +49,9 @@ PACING = "nanovllm.pacing:PacedScheduler"
 COMPILER = "nanovllm.compiled"
 """The room that makes ``compile=True`` of a model."""
 
+RANKS = "nanovllm.parallel:Group"
+"""What starts the other ranks of ``tensor_parallel_size``, and speaks for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -79,6 +83,8 @@ class Built:
     plan: Plan
     generation_config: dict[str, Any]
     model: Any
+    close: Callable[[], None]
+    """Ends what memory alone would not: the processes of other ranks."""
 
 
 def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
@@ -107,27 +113,11 @@ def build(config: EngineConfig) -> Built:
         config.model, revision=config.revision, download_dir=config.download_dir, token=config.hf_token
     )
     facts = plan(config, checkpoint)
-    tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, checkpoint)
-    model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
-    if config.compile:
-        find(f"{COMPILER}:prepare")(model, facts.device, config)
-    scales = None
-    if config.load_format == "dummy":
-        draw_weights(model, facts.device, facts.storage, config.seed, deterministic=facts.deterministic)
-    else:
-        named = load_weights(
-            model, checkpoint.tensors(), facts.device, facts.storage,
-            deterministic=facts.deterministic, progress=config.use_tqdm_on_load,
-        )  # fmt: skip
-        scales = find(CACHE_SCALES)(named, facts.model, facts.cache_dtype) if named else None
-    measured = facts.device.type == "cuda" and config.num_gpu_blocks_override is config.kv_cache_memory_bytes is None
-    working = working_bytes(config, facts, model) if measured else None
-    num_blocks = cache_blocks(config, facts, working=working)
-    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.cache_dtype, facts.device, scales)
-    logger.info(
-        "%s in %s on %s: %d blocks of %d tokens, attention by %s",
-        facts.model.architecture, facts.dtype, facts.device, num_blocks, facts.block_size, facts.backend.__name__,
-    )  # fmt: skip
+    tokenizer = None if config.skip_tokenizer_init else open_tokenizer(config, checkpoint)
+    ranks = find(RANKS)(config, facts) if config.tensor_parallel_size > 1 else None
+    with nullcontext() if ranks is None else ranks.guarding():
+        runner, num_blocks = build_runner(config, checkpoint, facts, ranks)
+        leader = runner if ranks is None else ranks.lead(runner)
     paced = config.target_itl_ms is not None
     make: Any = partial(find(PACING), target_itl_ms=config.target_itl_ms) if paced else Scheduler
     scheduler = make(
@@ -141,21 +131,55 @@ def build(config: EngineConfig) -> Built:
         max_model_len=facts.max_model_len,
         vocab_size=facts.model.vocab_size,
         max_logprobs=config.max_logprobs,
-        eos_token_ids=_end_ids(facts.model, checkpoint.generation_config, tokenizer),
+        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
         seed=config.seed,
     )
-    runner = _runner(config, facts, model, cache)
-    runner.prepare()
     engine = LLMEngine(
         scheduler,
-        runner,
+        leader,
         limits,
         make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
         decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
-        make_matcher=None if tokenizer is None else _matchers(tokenizer, limits.eos_token_ids),
+        make_matcher=None if tokenizer is None else matchers(tokenizer, limits.eos_token_ids),
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-    return Built(engine, tokenizer, facts, checkpoint.generation_config, model)
+    close = (lambda: None) if ranks is None else ranks.close
+    return Built(engine, tokenizer, facts, checkpoint.generation_config, runner.model, close)
+
+
+def build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, ranks: Any) -> tuple[ModelRunner, int]:
+    """Load the model and allocate the cache, or what one of several ranks has of both; return also its blocks."""
+    whole, facts = facts, facts if ranks is None else ranks.facts
+    model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
+    if ranks is not None:
+        ranks.shard(model)
+    if config.compile:
+        find(f"{COMPILER}:prepare")(model, facts.device, config)
+    scales = None
+    if config.load_format == "dummy":
+        draw_weights(model, facts.device, facts.storage, config.seed, deterministic=facts.deterministic)
+    else:
+        named = load_weights(
+            model, checkpoint.tensors(), facts.device, facts.storage,
+            deterministic=facts.deterministic, progress=config.use_tqdm_on_load,
+        )  # fmt: skip
+        scales = find(CACHE_SCALES)(named, whole.model, facts.cache_dtype) if named else None
+    if ranks is not None:
+        scales = None if scales is None else ranks.cache_scales(scales)
+        ranks.connect()
+    measured = facts.device.type == "cuda" and config.num_gpu_blocks_override is config.kv_cache_memory_bytes is None
+    working = working_bytes(config, facts, model) if measured else None
+    num_blocks = cache_blocks(config, facts, working=working)
+    if ranks is not None:
+        num_blocks = ranks.agree(num_blocks)
+    cache = KVCache.allocate(facts.model, num_blocks, facts.block_size, facts.cache_dtype, facts.device, scales)
+    logger.info(
+        "%s in %s on %s: %d blocks of %d tokens, attention by %s",
+        facts.model.architecture, facts.dtype, facts.device, num_blocks, facts.block_size, facts.backend.__name__,
+    )  # fmt: skip
+    runner = _runner(config, facts, model, cache)
+    runner.prepare()
+    return runner, num_blocks
 
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
@@ -338,7 +362,8 @@ def _max_model_len(wanted: int | None, model: ModelConfig) -> int:
     return model.max_position_embeddings if model.rope.kind == "dynamic" else limit
 
 
-def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Read the model's tokenizer, or the one that is named in its place; None if dummy weights come without."""
     if config.tokenizer is not None:
         checkpoint = open_checkpoint(config.tokenizer, download_dir=config.download_dir, token=config.hf_token)
     try:
@@ -350,7 +375,7 @@ def _tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None
         raise
 
 
-def _matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[SamplingParams], Matcher]:
+def matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[SamplingParams], Matcher]:
     """Return what makes matchers; the room that knows how is loaded when the first one is wanted."""
     made: list[Any] = []
 
@@ -363,7 +388,7 @@ def _matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[
     return make
 
 
-def _end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+def end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
     """Every id that tokenizer, config or generation config call the end."""
     named = {*model.eos_token_ids, *token_ids(generation.get("eos_token_id"))}
     named |= set(() if tokenizer is None else tokenizer.eos_token_ids)

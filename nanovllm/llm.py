@@ -73,8 +73,10 @@ class LLM:
 
     def close(self) -> None:
         """Give back the memory of model and cache. Later calls raise EngineError; a second close does nothing."""
-        self._built = None
+        built, self._built = self._built, None
         self._mail.clear()
+        if built is not None:
+            built.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -215,6 +217,10 @@ class LLM:
         name that the model does not have or that comes twice, and for another shape.
         """
         built = self._alive()
+        if self.config.tensor_parallel_size > 1:
+            size = self.config.tensor_parallel_size
+            rule = "update_weights needs tensor_parallel_size=1, for it reaches no other rank; make a new LLM instead."
+            raise ConfigError(rule, parameter="tensor_parallel_size", value=size)
         if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
             raise EngineError(
                 "weights cannot change under requests and pinned prefixes, whose keys and values are of the old ones. "

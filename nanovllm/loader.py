@@ -36,11 +36,15 @@ class Place:
     stop: int
     columns: tuple[int, ...] = ()
     """The parameter's other dimensions."""
+    taken: tuple[slice, ...] = ()
+    """Which part of the tensor goes there, if it is not all of it: only that is read."""
+    whole: tuple[int, ...] = ()
+    """The tensor's shape, if only a part of it goes there."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the tensor must have."""
-        return (self.stop - self.start, *self.columns)
+        return self.whole or (self.stop - self.start, *self.columns)
 
     def memory(self, device: torch.device) -> Tensor:
         """Return the rows, on ``device``; allocate the parameter if this is its first part."""
@@ -89,7 +93,7 @@ def load_weights(
                 scales[name] = tensor
                 continue
             place = _place(name, tensor, places, missing)
-            place.memory(device).copy_(tensor)
+            place.memory(device).copy_(tensor[place.taken])
             del missing[name]
             parts[place.module] -= 1
             if parts[place.module] == 0:
@@ -133,7 +137,7 @@ def update_weights(
         if callable(restore):
             restore()
         for place, tensor in written:
-            place.memory(device).copy_(tensor)
+            place.memory(device).copy_(tensor[place.taken])
         _prepare(module, storage, deterministic)
     _prepare_tied(model, storage, deterministic)
 

@@ -50,8 +50,7 @@ REFUSED = [
     *(("load_format", value) for value in ("safetensors", "", None)),
     *(("scheduling_policy", value) for value in ("lifo", "", None)),
     *(("generation_config", value) for value in ("none", None)),
-    ("tensor_parallel_size", 2),
-    ("tensor_parallel_size", 0),
+    *(("tensor_parallel_size", value) for value in (0, -1, 1.0, True)),
     ("compile", 1),
     ("quantization", "awq"),
 ]

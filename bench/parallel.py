@@ -1,0 +1,156 @@
+"""What a second rank brings: tokens a second and the time of a step, for each number of ranks in one run.
+
+    python3 bench/parallel.py [--shape 0.6b|8b|32b|tiny] [--ranks 1 2] [--requests 256] [--length 256] [--device cuda]
+
+Random weights of Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate
+comes first: greedy tokens of a small model are the same for each number of ranks (on GPUs, in
+bfloat16: log-probabilities are close until tokens differ). Then for each number: seconds to start, tokens a second, and
+milliseconds of a step of one request. ``--profile`` prints the kernels of some steps of one request, NCCL's among them.
+The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+
+SHAPES = {
+    "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=64, vocab_size=515),
+    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+                 num_key_value_heads=8, head_dim=128, vocab_size=151_936),
+    "8b": dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+               num_key_value_heads=8, head_dim=128, vocab_size=151_936),
+    "32b": dict(hidden_size=5120, intermediate_size=25_600, num_hidden_layers=64, num_attention_heads=64,
+                num_key_value_heads=8, head_dim=128, vocab_size=151_936),
+}  # fmt: skip
+COMMON = dict(architectures=["Qwen3ForCausalLM"], max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=1e6,
+              tie_word_embeddings=False, torch_dtype="bfloat16")  # fmt: skip
+MOST_GAP = 0.3
+"""Log-probability that a token of several ranks may be below the best of one, in bfloat16."""
+
+
+def write(folder: Path, shape: str) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
+    return str(folder)
+
+
+def write_weights(folder: Path) -> str:
+    """Weights are needed by the gate alone: dummy ones differ from rank to rank."""
+    from safetensors.torch import save_file
+
+    from nanovllm.config import ModelConfig
+    from nanovllm.loader import build_model
+
+    path = write(folder, "tiny")
+    model = build_model(ModelConfig.from_dict({**COMMON, **SHAPES["tiny"]}), 8, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.ones(place.shape) if "norm" in name else torch.randn(place.shape) * 0.15
+        for name, place in model.places.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def gate(folder: Path, ranks: list[int], device: str) -> None:
+    """Raise AssertionError unless all numbers of ranks give the same answers."""
+    path = write_weights(folder)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(515) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = dict(device=device, skip_tokenizer_init=True, num_gpu_blocks_override=64)
+    options |= dict(use_tqdm_on_load=False, dtype="float32" if device == "cpu" else "bfloat16")
+    found = []
+    for size in ranks:
+        with LLM(path, tensor_parallel_size=size, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([(sample.token_ids, sample.logprobs) for output in outputs for sample in output.outputs])
+    for each in found[1:]:
+        for (tokens, logprobs), (others, scores) in zip(each, found[0], strict=True):
+            if device == "cpu":
+                assert tokens == others, "ranks change greedy tokens"
+            for token, other, ours, theirs in zip(tokens, others, logprobs, scores, strict=True):
+                gap = abs(ours[token].logprob - theirs[other].logprob)
+                assert gap < (1e-4 if device == "cpu" else MOST_GAP), f"log-probabilities {gap} apart"
+                if token != other:
+                    break
+
+
+def measure(path: str, size: int, arguments: argparse.Namespace) -> dict[str, float]:
+    rng = random.Random(0)
+    vocab = SHAPES[arguments.shape]["vocab_size"]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(100, 1024))] for _ in range(arguments.requests)]
+    lengths = [rng.randint(min(100, arguments.length), arguments.length) for _ in prompts]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+    started = time.perf_counter()
+    options: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, device=arguments.device)
+    options |= dict(use_tqdm_on_load=False, enable_prefix_caching=False)
+    with LLM(path, tensor_parallel_size=size, **options) as llm:
+        ready = time.perf_counter() - started
+        one = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=arguments.steps)
+        llm.generate(prompts[: min(8, len(prompts))], one, use_tqdm=False)
+        steps = []
+        for _ in range(3):
+            times = [time.perf_counter() for _ in llm.stream([prompts[0][:100]], one)]
+            steps += [after - before for before, after in pairwise(times[2:])]
+        if arguments.profile:
+            profile(llm, prompts[0][:100], one)
+        llm.generate(prompts, params, use_tqdm=False)  # graphs and kernels of all sizes
+        begun = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+    return dict(
+        start_seconds=ready, tokens_per_second=sum(lengths) / seconds, step_milliseconds=1e3 * statistics.median(steps)
+    )  # fmt: skip
+
+
+def profile(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
+    """Print where the device's time goes on rank 0."""
+    with torch.profiler.profile() as profiler:
+        llm.generate([prompt], params, use_tqdm=False)
+    print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=20))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=64, help="tokens of each request that is timed alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        gate(Path(folder) / "gate", arguments.ranks, arguments.device)
+        print(f"gate: greedy answers of {arguments.ranks} ranks agree")
+        path = write(Path(folder) / "model", arguments.shape)
+        for size in arguments.ranks:
+            results[size] = found = measure(path, size, arguments)
+            print(
+                f"{size} ranks: start {found['start_seconds']:6.1f} s  {found['tokens_per_second']:9.1f} tokens/s  "
+                f"step of one request {found['step_milliseconds']:7.3f} ms",
+                flush=True,
+            )
+    base = results[arguments.ranks[0]]
+    for size, found in results.items():
+        found["throughput_ratio"] = found["tokens_per_second"] / base["tokens_per_second"]
+        found["step_ratio"] = found["step_milliseconds"] / base["step_milliseconds"]
+        print(f"{size} ranks: throughput x {found['throughput_ratio']:.2f}, step x {found['step_ratio']:.2f}")
+    print(json.dumps(dict(bench="parallel", shape=arguments.shape, device=arguments.device, results=results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""``tensor_parallel_size=N``: one model on N devices, each rank with its share of every large matrix.
+
+    the user's process                          rank 1, 2, ...
+    LLM, scheduler, rank 0's runner             a runner
+        decide a step
+        describe it   -- channel, int32 -->     rebuild it from mirrored requests
+        compute       <-- all-reduces -->       compute
+        draw                                    draw the same: same logits, same seeds
+        settle
+
+Ranks are processes, started afresh without the user's main module, which end when their channel does. Nothing has a
+fixed name or port: channels are inherited, gloo's ranks meet through a file in a private folder and listen on the
+loopback, NCCL's get their id through the channel. After the start no pickle and no code travels (``messages``).
+
+When a rank dies, stops answering or fails, a guard thread ends all of them: every request gets an EngineError, and
+a new engine can start at once (``group``).
+"""
+
+from nanovllm.parallel.group import Group
+
+__all__ = ["Group"]
