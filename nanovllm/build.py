@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.checkpoint import Checkpoint, find, open_checkpoint
-from nanovllm.config import DTYPES, EngineConfig, ModelConfig, token_ids
+from nanovllm.config import DTYPES, EngineConfig, ModelConfig
 from nanovllm.engine import Limits, LLMEngine
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kv_cache import KVCache, bytes_per_token
@@ -26,7 +26,7 @@ from nanovllm.ops.sample import MOST_LOGPROBS
 from nanovllm.request import Matcher, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
-from nanovllm.tokenizer import Detokenizer, Tokenizer
+from nanovllm.tokenizer import Detokenizer, Tokenizer, end_ids
 
 logger = logging.getLogger(__name__)
 
@@ -386,10 +386,3 @@ def matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[S
         return matcher
 
     return make
-
-
-def end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every id that tokenizer, config or generation config call the end."""
-    named = {*model.eos_token_ids, *token_ids(generation.get("eos_token_id"))}
-    named |= set(() if tokenizer is None else tokenizer.eos_token_ids)
-    return frozenset(token for token in named if token < model.vocab_size)

@@ -240,9 +240,10 @@ class LLMEngine:
         for request in failed:
             self.scheduler.abort(request, "error")
             self._streaming.pop(request, None)
+        on = "the engine is lost" if isinstance(error, EngineError) else "others, and new ones, can go on"
         return EngineError(
             f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
-            f"{len(output.spans)} requests have ended; others, and new ones, can go on.",
+            f"{len(output.spans)} requests have ended; {on}.",
             outputs=self._give_out(failed),
         )
 

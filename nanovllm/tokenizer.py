@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from nanovllm.config import ModelConfig, token_ids
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -175,3 +176,10 @@ class Detokenizer:
         self._append(whole[: len(whole) - surplus])
         self._window, self._known, self._context, self._finished = [], 0, "", True
         return stop
+
+
+def end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every id that tokenizer, config or generation config call the end."""
+    named = {*model.eos_token_ids, *token_ids(generation.get("eos_token_id"))}
+    named |= set(() if tokenizer is None else tokenizer.eos_token_ids)
+    return frozenset(token for token in named if token < model.vocab_size)

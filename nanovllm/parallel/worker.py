@@ -62,11 +62,12 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     """Build this rank's part of the engine, then compute steps until the channel ends."""
     import torch
 
-    from nanovllm.build import build_runner, end_ids, matchers, open_tokenizer, plan
+    from nanovllm.build import build_runner, matchers, open_tokenizer, plan
     from nanovllm.checkpoint import open_checkpoint
     from nanovllm.config import EngineConfig, configure_logging
     from nanovllm.parallel.messages import Mirror
     from nanovllm.parallel.rank import Rank
+    from nanovllm.tokenizer import end_ids
 
     life.begin_to_answer()
     configure_logging()

@@ -7,6 +7,7 @@ import pytest
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.errors import EngineError
+from nanovllm.outputs import Logprobs, Unscored
 from nanovllm.parallel.messages import HEADER, SPAN, Describer, Mirror
 from nanovllm.request import Request, Sampled
 from nanovllm.sampling_params import SAMPLING_FIELDS, RequestOutputKind, SamplingParams
@@ -25,6 +26,7 @@ def view(span):
     return (
         span.start, span.stop, span.samples, request.prompt_token_ids, request.token_ids, request.block_ids,
         request.seed, request.eos_token_ids, request.bad_words, request.max_tokens, request.adjusts, counts, params,
+        request.unscored(span.start, span.stop),
     )  # fmt: skip
 
 
@@ -44,9 +46,20 @@ def test_a_mirror_shows_each_step_as_it_was_decided(lookahead):
     assert sum(preemptions) > 40 and max(most) >= 5, "the workloads ask for nothing"
 
 
+def drawn(rng, span):
+    """What a runner may have found: mostly a token that is allowed, once in a while that there is none."""
+    places, prompt = span.request.unscored(span.start, span.stop), None
+    if places:
+        prompt = (places.start + 1, Unscored(), range(len(places)))
+    if not span.samples:
+        return Sampled(-1, prompt=prompt) if prompt else None
+    allowed = span.request.params.allowed_token_ids
+    return Sampled(-1 if rng.random() < 0.01 else rng.randrange(50 if allowed else 64), prompt=prompt)
+
+
 def play(rng, lookahead):
     """Run one workload through scheduler and mirror; return its preemptions and the most requests in the mirror."""
-    scheduler = Scheduler(BlockManager(14, 4, enable_prefix_caching=True), max_num_seqs=6, max_num_batched_tokens=16)
+    scheduler = Scheduler(BlockManager(11, 4, enable_prefix_caching=True), max_num_seqs=6, max_num_batched_tokens=16)
     describer, mirror = Describer(), Mirror(no_grammars)
     under_way, made, slots = [], 0, 0
     for _ in range(120):
@@ -56,6 +69,7 @@ def play(rng, lookahead):
                 request_id=str(made), prompt_token_ids=prompt, params=(params := some_params(rng)), arrival=made,
                 max_tokens=params.max_tokens, seed=rng.randrange(2**63), eos_token_ids=frozenset({63}),
                 bad_words=((1, 2), (3,)),
+                prompt_logprobs=Logprobs([Unscored()], [0]) if rng.random() < 0.3 else None,
             )  # fmt: skip
             scheduler.add(request)
             made += 1
@@ -65,13 +79,14 @@ def play(rng, lookahead):
         if output.spans:
             read = mirror.read(describer.describe(output))
             assert [view(span) for span in read.spans] == [view(span) for span in output.spans]
+            assert read.spoiled == output.spoiled
             if rng.random() < 0.1:  # Ctrl-C before it was computed: decided again
                 scheduler.undo(output)
                 continue
             under_way.append(output)
         if under_way and (not output.spans or len(under_way) > lookahead):
             step = under_way.pop(0)
-            scheduler.update(step, [Sampled(rng.randrange(64)) if span.samples else None for span in step.spans])
+            scheduler.update(step, [drawn(rng, span) for span in step.spans])
         slots = max(slots, len(mirror._requests))
     assert made == 14 and slots <= 8, "ended requests are dropped, and slots used again"
     return scheduler.num_preemptions, slots

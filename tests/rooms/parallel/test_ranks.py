@@ -72,6 +72,22 @@ def test_tied_heads_an_odd_vocabulary_cut_prompts_and_preemptions(alone, pair):
     assert pair.llm_engine.scheduler.num_preemptions > 0
 
 
+def test_prompts_are_scored_by_all_ranks_together(alone, pair):
+    """The head is gathered for the same rows everywhere, in cut prompts too; rank 0 alone knows what has been told."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
+    for found, expected in zip(
+        pair.generate(PROMPTS, params, use_tqdm=False), alone.generate(PROMPTS, params, use_tqdm=False), strict=True
+    ):
+        assert found.token_ids == expected.token_ids
+        assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(found.prompt_token_ids)
+        for ours, theirs in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            numbers = [{token: entry.logprob for token, entry in step.items()} for step in (ours, theirs)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
+    pairs = [(llm.score([[1, 2, 3], [7] * 30], [[[4], [5, 6]], [[8, 9]]])) for llm in (pair, alone)]
+    for ours, theirs in zip(*pairs, strict=True):
+        assert [score.logprob for score in ours] == pytest.approx([score.logprob for score in theirs], abs=1e-4)
+
+
 DRAWS = [
     dict(temperature=1.0, seed=5),
     dict(temperature=0.8, top_p=0.8, top_k=9, min_p=0.01),
