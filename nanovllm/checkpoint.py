@@ -71,7 +71,10 @@ def find(entry: str) -> Any:
 
 
 class FolderCheckpoint:
-    """A folder with ``config.json``, the weights (safetensors or PyTorch files), and the tokenizer's files."""
+    """A folder with ``config.json``, the weights (safetensors or PyTorch files), and the tokenizer's files.
+
+    Links that leave it are refused, but for those of a hub's cache (``snapshots/<revision>/file`` to ``blobs``).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,6 +82,14 @@ class FolderCheckpoint:
             raise CheckpointError(
                 f"{folder} has no config.json, so it is not a model folder. Give the folder that holds it."
             )
+        homes = [folder.resolve()]
+        if folder.absolute().parent.name == "snapshots":
+            homes.append((folder.absolute().parents[1] / "blobs").resolve())
+        for path in folder.iterdir():
+            if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in homes):
+                raise CheckpointError(
+                    f"{path} is a link to {path.resolve()}, outside the model's folder. Copy the file to its place."
+                )
         self.config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else {}

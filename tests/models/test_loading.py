@@ -175,11 +175,27 @@ def test_the_order_of_names_does_not_matter(kit, folder, reference):
     check(kit, folder, reference)
 
 
-def test_a_link_to_a_file_elsewhere_is_followed(kit, folder, reference, tmp_path):
-    """The hub's cache is made of links. Whoever can place links in the folder can place files in it too."""
-    shutil.move(folder / "model.safetensors", tmp_path / "blob")
-    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+def test_links_within_a_folder_or_a_hubs_cache_are_followed(kit, folder, reference, tmp_path):
+    shutil.move(folder / "model.safetensors", folder / "weights")
+    (folder / "model.safetensors").symlink_to("weights")
     check(kit, folder, reference)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot / "model.safetensors").unlink()
+    shutil.move(snapshot / "weights", snapshot.parents[1] / "blobs" / "cafe")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/cafe")
+    check(kit, snapshot, reference)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
+def test_links_out_of_the_folder_are_refused(folder, tmp_path, name):
+    secret = tmp_path / "secret"
+    if (folder / name).exists():
+        shutil.move(folder / name, secret)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret, outside the model's folder\. Copy"):
+        FolderCheckpoint(folder)
 
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
