@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 DECODES = 0.75
 """Part of the target that a step of decodes alone may take when another request is admitted."""
 
-MISSES = 0.04
+MISSES = 0.02
 """Part of the limited steps that may take longer than the target."""
 
 RATE = 0.03
