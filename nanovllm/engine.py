@@ -127,6 +127,7 @@ class LLMEngine:
             request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         room = self.limits.max_model_len - len(tokens)
         seed = derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed
+        bad_words = self._encoded(params)
         number = 0 if params.prompt_logprobs is None else 1 + (params.prompt_logprob_start or 0)
         unscored = Logprobs([Unscored()] * number, [0] * number, self._decode_token) if number else None
         samples = [
@@ -140,7 +141,7 @@ class LLMEngine:
                 eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
                 seed=sample_seed(seed, index),
                 arrival=arrival,
-                bad_words=self._encoded(params),
+                bad_words=bad_words,
                 priority=priority,
                 cache_salt=cache_salt,
                 prompt_logprobs=unscored if index == 0 else None,
