@@ -67,6 +67,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_evictions = 0
+        self.journal: list[tuple[str, int]] | None = None
+        """If a list: all that happens to a block is added, in order, as (event, index). A block is "evict"ed; "take"n,
+        with one reader; "hold" by one more; "free" of one; "know"n, so that it can be found; "forget": not any more."""
         self._hash = hash_function or keyed_hash()
         self._blocks = [Block(index) for index in range(num_blocks)]
         self._blank = list(reversed(range(num_blocks)))  # a stack: low numbers first, so new tables are contiguous
@@ -142,6 +145,7 @@ class BlockManager:
                 if known is None:
                     block.digest, block.tokens, block.parent = digest, tokens, request.chain_parent
                     self._index[digest] = block
+                    self._note("know", block.index)
                 request.chain_parent = block.serial
             request.num_committed_blocks = place + 1
 
@@ -222,11 +226,13 @@ class BlockManager:
         taken = [self._blank.pop() if self._blank else self._evict() for _ in range(number)]
         for index in taken:
             self._blocks[index].ref_count = 1
+            self._note("take", index)
         return taken
 
     def _evict(self) -> int:
         index = next(iter(self._cached))
         del self._cached[index]
+        self._note("evict", index)
         self._forget(self._blocks[index])
         self.num_evictions += 1
         logger.debug("block %d is evicted", index)
@@ -235,6 +241,7 @@ class BlockManager:
     def _forget(self, block: Block) -> None:
         assert block.digest is not None
         del self._index[block.digest]
+        self._note("forget", block.index)
         block.digest, block.tokens, block.parent = None, (), ""
 
     def _hold(self, blocks: Sequence[Block]) -> None:
@@ -242,17 +249,23 @@ class BlockManager:
             if block.ref_count == 0:
                 del self._cached[block.index]
             block.ref_count += 1
+            self._note("hold", block.index)
 
     def _release(self, block_ids: Sequence[int]) -> None:
         """Drop one reader each, tails first, so that a tail is evicted before the head it is useless without."""
         for index in reversed(block_ids):
             block = self._blocks[index]
             block.ref_count -= 1
+            self._note("free", index)
             if block.ref_count == 0:
                 if block.digest is None:
                     self._blank.append(index)
                 else:
                     self._cached[index] = None
+
+    def _note(self, event: str, index: int) -> None:
+        if self.journal is not None:
+            self.journal.append((event, index))
 
 
 def keyed_hash() -> HashFunction:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
 from nanovllm.checkpoint import Checkpoint, find, open_checkpoint
 from nanovllm.config import DTYPES, EngineConfig, ModelConfig
-from nanovllm.engine import Limits, LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kv_cache import KVCache, bytes_per_token
 from nanovllm.loader import build_model, draw_weights, load_weights

@@ -10,13 +10,16 @@ On a GPU a step is decided and submitted while the one before it still runs, so 
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
-from nanovllm.errors import EngineError, RequestError, shown
+from nanovllm.admission import Able, Limits, check, encode_bad_words, expect, refuse
+from nanovllm.errors import EngineError
+from nanovllm.observer import Observer, StepTimes
 from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput, Unscored
 from nanovllm.request import Matcher, Request, Sampled, TextBuilder
 from nanovllm.sampling_params import SamplingParams
@@ -40,16 +43,15 @@ class Runner(Protocol):
         """Begin a step; return what waits for it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a request may ask for; every limit is checked in ``LLMEngine.add_request`` and nowhere else."""
+@dataclass(slots=True)
+class Step:
+    """A step under way."""
 
-    max_model_len: int
-    vocab_size: int
-    max_logprobs: int = -1
-    eos_token_ids: frozenset[int] = frozenset()
-    """The model's end ids."""
-    seed: int = 0
+    output: SchedulerOutput
+    fetch: Fetch
+    began: float
+    decided: float
+    submitted: float
 
 
 class LLMEngine:
@@ -76,6 +78,8 @@ class LLMEngine:
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
+        self.observers: list[Observer] = []
+        """Who watches; to be changed between steps only."""
         self._runner = runner
         self._make_builder = make_builder
         self._decode_token = decode_token
@@ -84,7 +88,7 @@ class LLMEngine:
         self._requests: dict[str, list[Request]] = {}  # by name: the samples of one prompt, mostly one
         self._ended: list[Request] = []  # not yet given out
         self._streaming: dict[Request, None] = {}  # have something new that is not yet given out
-        self._under_way: deque[tuple[SchedulerOutput, Fetch]] = deque()
+        self._under_way: deque[Step] = deque()
         self._stalled = False  # a submission failed: settle what is under way before the next one
         self._arrivals = count()
 
@@ -112,13 +116,13 @@ class LLMEngine:
 
         Raises RequestError, with the engine unchanged, if the request can never be served.
         """
-        _expect("params", params, SamplingParams, "must be SamplingParams")
-        _expect("prompt_token_ids", prompt_token_ids, Iterable, "must be a list of token ids")
+        expect("params", params, SamplingParams, "must be SamplingParams")
+        expect("prompt_token_ids", prompt_token_ids, Iterable, "must be a list of token ids")
         params = params.clone()
         tokens = list(prompt_token_ids)
         self.check(tokens, params, priority, cache_salt)
         if request_id is not None and (not isinstance(request_id, str) or request_id in self._requests):
-            _refuse("request_id", request_id, "must be a string that is not in use, or None to have one drawn")
+            refuse("request_id", request_id, "must be a string that is not in use, or None to have one drawn")
         matchers: list[Matcher | None] = [None] * params.n
         if params.structured_outputs is not None and self._make_matcher is not None:
             matchers = [self._make_matcher(params) for _ in matchers]
@@ -127,7 +131,7 @@ class LLMEngine:
             request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         room = self.limits.max_model_len - len(tokens)
         seed = derive_seed(self.limits.seed, arrival) if params.seed is None else params.seed
-        bad_words = self._encoded(params)
+        bad_words = encode_bad_words(params, self._encode)
         number = 0 if params.prompt_logprobs is None else 1 + (params.prompt_logprob_start or 0)
         unscored = Logprobs([Unscored()] * number, [0] * number, self._decode_token) if number else None
         samples = [
@@ -153,6 +157,10 @@ class LLMEngine:
         ]
         self._requests[request_id] = samples
         self.scheduler.add(samples[0], samples[1:])
+        now, wall = time.perf_counter(), time.time()
+        for request in samples:
+            request.metrics.queued_ts, request.metrics.arrival_time = now, wall
+            self._tell("on_arrival", request)
         return samples[0]
 
     def step(self) -> list[RequestOutput]:
@@ -165,10 +173,13 @@ class LLMEngine:
         """
         if self._stalled:
             self._settle_all()
+        began = time.perf_counter()
         output = self.scheduler.schedule()
-        self._ended += output.finished
+        decided = time.perf_counter()
+        self._tell("on_decision", output)
+        self._end(output.finished)
         if output.spans:
-            self._submit(output)
+            self._submit(output, began, decided)
         if self._under_way and (not output.spans or len(self._under_way) > self._runner.lookahead):
             self._settle()
         news, self._ended, self._streaming = [*self._ended, *self._streaming], [], {}
@@ -183,8 +194,31 @@ class LLMEngine:
             if request in self._ended:
                 self._ended.remove(request)
             self._streaming.pop(request, None)
-            self.scheduler.abort(request)
+            self._abort(request)
         return self._output(samples)
+
+    def close(self) -> None:
+        """Tell the observers that nothing more comes."""
+        self._tell("close")
+        self.observers.clear()
+
+    def _tell(self, event: str, *facts: Any) -> None:
+        for observer in tuple(self.observers):
+            try:
+                getattr(observer, event)(*facts)
+            except Exception:
+                logger.exception("%s failed in %s and is dismissed; the engine goes on", observer, event)
+                self.observers.remove(observer)
+
+    def _end(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._ended.append(request)
+            self._tell("on_end", request)
+
+    def _abort(self, request: Request, reason: str = "abort") -> None:
+        if not request.is_finished:
+            self.scheduler.abort(request, reason)
+            self._tell("on_end", request)
 
     def _give_out(self, news: Sequence[Request]) -> list[RequestOutput]:
         """Build the outputs due now that these samples have ended or have something new."""
@@ -201,14 +235,14 @@ class LLMEngine:
             outputs.append(self._output([new[i] for i in sorted(new)] if samples[0].stream else samples, samples))
         return outputs
 
-    def _submit(self, output: SchedulerOutput) -> None:
+    def _submit(self, output: SchedulerOutput, began: float, decided: float) -> None:
         try:
-            self._under_way.append((output, self._runner.submit(output)))
+            self._under_way.append(Step(output, self._runner.submit(output), began, decided, time.perf_counter()))
         except Exception as error:
             raise self._failure(output, error) from error
         except BaseException:
             self._stalled = True
-            if not self._under_way or self._under_way[-1][0] is not output:
+            if not self._under_way or self._under_way[-1].output is not output:
                 self.scheduler.undo(output)
             raise
 
@@ -219,9 +253,10 @@ class LLMEngine:
 
     def _settle(self) -> None:
         """Wait for the oldest step under way, and book it."""
-        output, fetch = self._under_way[0]
+        step, awaited = self._under_way[0], time.perf_counter()
+        output = step.output
         try:
-            sampled = fetch()
+            sampled = step.fetch()
         except Exception as error:
             self._under_way.popleft()
             raise self._failure(output, error) from error
@@ -229,8 +264,21 @@ class LLMEngine:
             self._stalled = True
             raise
         else:
+            computed = time.perf_counter()
             self._under_way.popleft()
-            self._ended += self.scheduler.update(output, sampled)
+            for span in output.spans:
+                if not span.request.is_finished:
+                    times = span.request.metrics
+                    times.scheduled_ts = times.scheduled_ts or step.decided
+                    if span.samples:
+                        times.first_token_ts = times.first_token_ts or computed
+                        times.last_token_ts = computed
+            ended = self.scheduler.update(output, sampled)
+            settled = time.perf_counter()
+            self._tell(
+                "on_step", output, StepTimes(step.began, step.decided, step.submitted, awaited, computed, settled)
+            )
+            self._end(ended)
             on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
             self._streaming |= {request: None for request in on if request.stream}
 
@@ -239,7 +287,7 @@ class LLMEngine:
         self._stalled = True
         failed = [span.request for span in output.spans if not span.request.is_finished]
         for request in failed:
-            self.scheduler.abort(request, "error")
+            self._abort(request, "error")
             self._streaming.pop(request, None)
         on = "the engine is lost" if isinstance(error, EngineError) else "others, and new ones, can go on"
         return EngineError(
@@ -249,63 +297,9 @@ class LLMEngine:
         )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
-        """Raise RequestError if such a request can never be served. Changes nothing; any thread may ask.
-
-        The one place for all limits that the engine sets; ``SamplingParams`` checks what holds for any engine. Nothing
-        is allocated for a request before. Cost: a look at each token of the prompt, none if it is too long.
-        """
-        limits, blocks = self.limits, self.scheduler.blocks
-        if not tokens:
-            _refuse("prompt", "", "has no tokens; give at least one, such as the BOS token")
-        if len(tokens) >= limits.max_model_len:
-            _refuse("prompt", f"{len(tokens)} tokens long", "must leave room for one token of output in "
-                    f"max_model_len={limits.max_model_len}; shorten it, or raise max_model_len")  # fmt: skip
-        if blocks.blocks_for(len(tokens)) > blocks.num_blocks:
-            _refuse("prompt", f"{len(tokens)} tokens long", f"must fit the cache of {blocks.num_blocks} blocks of "
-                    f"{blocks.block_size} tokens; shorten it, or give the cache more memory")  # fmt: skip
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
-                _refuse("prompt_token_ids", token, f"must hold integers from 0 to {limits.vocab_size - 1}")
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if token >= limits.vocab_size:
-                    _refuse(name, token, f"must hold integers from 0 to {limits.vocab_size - 1}")
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name) or 0
-            wanted = limits.vocab_size if asked == -1 else asked
-            if wanted > limits.vocab_size:
-                _refuse(name, asked, f"must not exceed the vocabulary of {limits.vocab_size}; -1: all")
-            if 0 <= limits.max_logprobs < wanted:
-                _refuse(name, asked, f"must not exceed max_logprobs={limits.max_logprobs}")
-        if (start := params.prompt_logprob_start or 0) >= len(tokens):
-            _refuse("prompt_logprob_start", start, f"must be below the prompt's {len(tokens)} tokens")
-        self._check_something_is_left(params)
-        if params.stop_strings and self._make_builder is None:
-            _refuse("stop", params.stop, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
-        if params.structured_outputs is not None and self._make_matcher is None:
-            _refuse("structured_outputs", params.structured_outputs, "needs a tokenizer, and this engine has none")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            _refuse("priority", priority, "must be an integer of 64 bits with a sign; smaller goes first")
-        if not isinstance(cache_salt, str):
-            _refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
-
-    def _check_something_is_left(self, params: SamplingParams) -> None:
-        if params.bad_words and self._encode is None:
-            _refuse("bad_words", params.bad_words, "needs a tokenizer, and this engine has none (skip_tokenizer_init)")
-        left = set(params.allowed_token_ids or ()) - {word[0] for word in self._encoded(params) if len(word) == 1}
-        if params.min_tokens:
-            left -= self.limits.eos_token_ids if not params.ignore_eos else set()
-            left.difference_update(params.stop_token_ids or ())
-        if params.allowed_token_ids and not left:
-            _refuse("allowed_token_ids", params.allowed_token_ids, "must hold more than bad_words, and than end ids if "
-                    "there is a min_tokens")  # fmt: skip
-
-    def _encoded(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return bad words as tokens: as they begin a text, and as they follow a space; vLLM bans both too."""
-        if self._encode is None:
-            return ()
-        texts = (space + word.lstrip() for word in params.bad_words or () for space in ("", " "))
-        return tuple({tokens: None for text in texts if (tokens := tuple(self._encode(text)))})
+        """Raise RequestError if such a request can never be served. Changes nothing; any thread may ask."""
+        able = Able(text=self._make_builder is not None, grammars=self._make_matcher is not None, encode=self._encode)
+        check(tokens, params, priority, cache_salt, limits=self.limits, blocks=self.scheduler.blocks, able=able)
 
     def _output(self, news: Sequence[Request], samples: Sequence[Request] | None = None) -> RequestOutput:
         """Build what the caller gets of ``samples``: those of ``news``, by index."""
@@ -318,6 +312,7 @@ class LLMEngine:
             finished=all(request.is_finished for request in samples or news),
             prompt_logprobs=(samples or news)[0].prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
+            metrics=(samples or news)[0].current_metrics(),
         )
 
     def _completion(self, request: Request) -> CompletionOutput:
@@ -353,12 +348,3 @@ def derive_seed(seed: int, arrival: int) -> int:
 def sample_seed(seed: int, index: int) -> int:
     """Return the seed with which a sample gives alone what it gives as one of ``n``. The first has the request's."""
     return derive_seed(~seed, index) if index else seed
-
-
-def _expect(name: str, value: object, kind: type, rule: str) -> None:
-    if not isinstance(value, kind):
-        _refuse(name, value, rule)
-
-
-def _refuse(name: str, value: object, rule: str) -> None:
-    raise RequestError(f"{name} is {shown(value)}; it {rule}.", parameter=name, value=value)

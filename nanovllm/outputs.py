@@ -129,6 +129,29 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds of ``time.perf_counter``, 0.0 for what has not happened (yet).
+
+    Names are those of vLLM's ``RequestStateStats``. With ``n > 1``: of the first sample.
+    """
+
+    arrival_time: float = 0.0
+    """When the request was queued, as seconds since 1970; the same moment as ``queued_ts``."""
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    """When the first step that computes something of it was decided."""
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token."""
+        return max(self.first_token_ts - self.queued_ts, 0.0)
+
+
 ITEMS = ("prompt", "text", "token_ids", "finished")
 
 
@@ -151,6 +174,8 @@ class RequestOutput:
     stream; shorter if the request ended before its prompt was computed."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    metrics: RequestMetrics | None = None
+    """When it was queued, scheduled, and gave its first and last token."""
 
     @property
     def text(self) -> str:

@@ -2,11 +2,11 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from nanovllm.outputs import Logprob, Logprobs, Scores
+from nanovllm.outputs import Logprob, Logprobs, RequestMetrics, Scores
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -132,6 +132,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    """When things happened, as the engine writes it; the counts in it come with ``current_metrics``."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     adjusts: bool = field(init=False)
@@ -184,6 +186,11 @@ class Request:
     def is_finished(self) -> bool:
         """Whether nothing more will be computed of it."""
         return self.status is Status.FINISHED
+
+    def current_metrics(self) -> RequestMetrics:
+        """Return what is known now of the request's times and counts, as a value of its own."""
+        counts = {"num_generation_tokens": self.num_output_tokens, "num_preemptions": self.num_preemptions}
+        return replace(self.metrics, **counts)
 
     def counts_until(self, stop: int) -> TokenCounts:
         """Return the counts of the first tokens, as many of ``stop`` as are known; in constant time if they are all."""

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[2] / "nanovllm"
 TESTS = Path(__file__).parents[1]
 
 CORE = [
-    "errors", "sampling_params", "outputs", "prompts", "config", "request", "block_manager", "scheduler", "engine",
+    "errors", "sampling_params", "outputs", "prompts", "config", "request", "block_manager", "scheduler", "observer",
+    "admission", "engine",
     "ops", "batch", "kv_cache", "layers", "models", "tokenizer", "checkpoint", "loader", "sampler", "cuda_graphs",
     "model_runner", "build", "interrupts", "llm",
 ]  # fmt: skip
@@ -34,7 +35,7 @@ ROOMS = [
 ENTRANCES = {"nanovllm": "__init__.py", "cli": "__main__.py"}
 """Files at the top that are no part: public names, and the door of the command line."""
 
-CODE_LINES, FILE_LINES = 4000, 300
+CODE_LINES, FILE_LINES = 4200, 300
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

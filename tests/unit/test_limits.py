@@ -2,8 +2,9 @@
 
 import pytest
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import Limits, LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.errors import NanoError, RequestError, shown
 from nanovllm.prompts import parse
 from nanovllm.request import Sampled

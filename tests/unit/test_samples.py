@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import Limits, LLMEngine, derive_seed, sample_seed
+from nanovllm.engine import LLMEngine, derive_seed, sample_seed
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.request import Sampled
 from nanovllm.sampling_params import SamplingParams

@@ -14,8 +14,9 @@ from zlib import crc32
 
 import pytest
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import Limits, LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.request import Request, Sampled, Status
 from nanovllm.sampling_params import SamplingParams

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import Limits, LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.outputs import Logprob
 from nanovllm.request import Sampled
 from nanovllm.sampling_params import SamplingParams

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager
-from nanovllm.engine import Limits, LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.llm import LLM
 from nanovllm.pacing import PacedScheduler
