@@ -36,14 +36,14 @@ from torch import Tensor
 from nanovllm.ops.activation import gate_times_up
 from nanovllm.ops.kernels import TRITON
 from nanovllm.ops.linear import reference
-from nanovllm.ops.rms_norm import add_rms_norm
+from nanovllm.ops.rms_norm import add_rms_norm, rms_norm
 
 if TRITON:
     from nanovllm.ops import overlap
     from nanovllm.ops.linear import kernel
     from nanovllm.ops.linear.kernel import Tile
 
-    CHOSEN = kernel.FEW_ROWS, kernel.LARGE_FEW_ROWS
+    CHOSEN = kernel.FEW_ROWS
 
 ROWS = {"0.6B": (1, 2, 3, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8, 16, 32)}
 TILE_ROWS = {"0.6B": (1, 2, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8)}
@@ -123,14 +123,12 @@ class Model:
         return kernel.linear(add_rms_norm(x, residual, self.gain, EPS)[0], self.weights["head"][0])
 
     def within(self, x: Tensor) -> Tensor:
-        """Norms and gates within the products."""
-        residual = torch.zeros_like(x)
+        """Norms, gates and additions within the products."""
         for qkv, o, gate_up, down in self.layers():
-            y, residual = kernel.norm_linear(x, residual, self.gain, EPS, qkv)
-            x = kernel.linear(y[:, : self.shape.attention], o)
-            y, residual = kernel.norm_gated(x, residual, self.gain, EPS, gate_up, None, "silu")
-            x = kernel.linear(y, down)
-        return kernel.linear(add_rms_norm(x, residual, self.gain, EPS)[0], self.weights["head"][0])
+            y = kernel.norm_linear(x, self.gain, EPS, qkv)
+            x = kernel.plus(y[:, : self.shape.attention], x, o, None)
+            x = kernel.plus(kernel.norm_gated(x, self.gain, EPS, gate_up, None, "silu"), x, down, None)
+        return kernel.linear(rms_norm(x, self.gain, EPS), self.weights["head"][0])
 
     def variants(self, rows: int) -> dict[str, tuple["Setting", Callable[[Tensor], Tensor]]]:
         """Map each way to run a step to (what it needs set, the function)."""
@@ -141,6 +139,7 @@ class Model:
         }
         for level in (0, 1, 2) if self.shape.hidden < 2048 else (1, 2):
             found[f"units, gate /{level}"] = Setting(level), self.gate
+            found[f"units, within /{level}"] = Setting(level), self.within
         found["units, apart /2"] = Setting(2), partial(self.apart, kernel.linear)
         if rows <= kernel.FEW:
             found["few, gate /2"] = Setting(2, few=True), self.gate
@@ -163,7 +162,7 @@ class Setting:
 
     def set(self) -> None:
         overlap.OVERLAP = self.overlap
-        kernel.FEW_ROWS = kernel.LARGE_FEW_ROWS = kernel.FEW if self.few else 0
+        kernel.FEW_ROWS = kernel.FEW if self.few else 0
 
 
 def _weight(outputs: int, inputs: int) -> Tensor:
@@ -205,17 +204,19 @@ def check(model: Model, name: str, rows: int, tile: "Tile | None") -> None:
 
 def check_within(model: Model, rows: int) -> None:
     """``check`` for products with the norm in front; what the norm rounds is its kernel's own, tested elsewhere."""
-    x, residual = normal(rows, model.shape.hidden), normal(rows, model.shape.hidden)
-    normed = add_rms_norm(x, residual, model.gain, EPS)[0].double()
+    x = normal(rows, model.shape.hidden)
+    normed = rms_norm(x, model.gain, EPS).double()
     qkv, gate_up = model.weights["qkv"][0], model.weights["gate_up"][0]
+    y, o = normal(rows, model.shape.attention), model.weights["o"][0]
     pairs = [
-        (kernel.norm_linear(x, residual, model.gain, EPS, qkv), reference.linear(normed, qkv.double())),
+        (kernel.norm_linear(x, model.gain, EPS, qkv), reference.linear(normed, qkv.double())),
         (
-            kernel.norm_gated(x, residual, model.gain, EPS, gate_up, None, "silu"),
+            kernel.norm_gated(x, model.gain, EPS, gate_up, None, "silu"),
             reference.gated(normed, gate_up.double(), None, "silu"),
         ),
+        (kernel.plus(y, x, o, None), F.linear(y.double(), o.double()) + x.double()),
     ]
-    for (out, _), exact in pairs:
+    for out, exact in pairs:
         off = float((out.double() - exact).norm() / exact.norm())
         assert off < 1e-2, f"{rows} rows behind a norm: off by {off:.1e}"
 
@@ -238,12 +239,15 @@ def compile_share(names: list[str], share: int, shares: int, with_tiles: bool) -
                 for product, weight in first_weights(model) if "cuBLAS" not in title else ():
                     call: Callable[[Tensor], object] = model.product(product, weight, None)
                     if "within" in title and product == "qkv":
-                        call = partial(_after_norm, model, kernel.norm_linear, weight, ())
+                        call = partial(kernel.norm_linear, gain=model.gain, eps=EPS, weight=weight)
                     elif "within" in title and product == "gate_up":
-                        call = partial(_after_norm, model, kernel.norm_gated, weight, ("silu",))
+                        around = {"gain": model.gain, "eps": EPS, "bias": None, "activation": "silu"}
+                        call = partial(kernel.norm_gated, weight=weight, **around)
+                    elif "within" in title and product != "head":
+                        call = partial(_plus, weight)
                     elif "apart" in title and product == "gate_up":
                         call = partial(kernel.linear, weight=weight)
-                    way = title.split(",")[1] if product in ("qkv", "gate_up") else ""
+                    way = title.split(",")[1].split("/")[0]
                     key = product, padded if setting.few else max(8, padded), setting, way
                     jobs[key] = setting, rows, weight.shape[1], call
         for rows in TILE_ROWS[name] if with_tiles else ():
@@ -259,8 +263,8 @@ def compile_share(names: list[str], share: int, shares: int, with_tiles: bool) -
     torch.cuda.synchronize()
 
 
-def _after_norm(model: Model, call: Callable, weight: Tensor, rest: tuple[str, ...], x: Tensor) -> object:
-    return call(x, x, model.gain, EPS, weight, None, *rest)
+def _plus(weight: Tensor, x: Tensor) -> Tensor:
+    return kernel.plus(x, x[:, : weight.shape[0]], weight, None)
 
 
 def compile_all(names: list[str], with_tiles: bool) -> None:
@@ -300,8 +304,7 @@ def main() -> None:
                 Setting(2, few).set()
                 for product in model.weights:
                     check(model, product, rows, None)
-                if few:
-                    check_within(model, rows)
+                check_within(model, rows)
         print(f"gate: the products of {name} are what the reference says", flush=True)
         steps[name] = step_table(name, model, copy, flush)
         if not options.no_tiles:
@@ -332,7 +335,7 @@ def step_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str,
 
 def tile_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str, dict[int, dict[str, float]]]:
     """Print microseconds of one product for each tile, best first; ``*``: what ``choose`` takes."""
-    overlap.OVERLAP, kernel.FEW_ROWS, kernel.LARGE_FEW_ROWS = 2, *CHOSEN
+    overlap.OVERLAP, kernel.FEW_ROWS = 2, CHOSEN
     print(f"\n{name}, us a product: lines x columns / warps / held, * chosen")
     table: dict[str, dict[int, dict[str, float]]] = {}
     for product, weights in model.weights.items():

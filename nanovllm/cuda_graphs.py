@@ -198,12 +198,13 @@ class DecodeGraphs:
     def _cut(self, field: dict[str, Any], contexts: Any, starts: Any, blocks: Any, rows: int) -> Cuts:
         """Fill in the lists of the attention backend, with padding up to what a graph is recorded for."""
         backend, number, kv_heads = self.backend, len(contexts), self.cache.data.shape[4]
-        chunk = backend.MIN_CHUNK
+        chunk, most = backend.MIN_CHUNK, None
         if not self.deterministic:
             chunk = backend.shortest_chunk(contexts, kv_heads, self._processors)
+            most = backend.most_chunks(number, kv_heads, self._processors)
         decodes, owners, rest, shared = backend.lay_out(
             np.arange(number), contexts, starts, blocks, self.cache.block_size,
-            chunk=chunk, shares=not self.deterministic,
+            chunk=chunk, shares=not self.deterministic, most=most,
         )  # fmt: skip
         field["decodes"][:number] = decodes
         field["decodes"][number : rows + 1] = 0

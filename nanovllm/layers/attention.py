@@ -28,8 +28,10 @@ class Attention(nn.Module):
         output_bias: bool = False,
         norm: type[RMSNorm] | None = None,
         scale: float | None = None,
+        adds: bool = True,
     ) -> None:
         super().__init__()
+        self.adds = adds
         self.layer = layer
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.windows[layer]
@@ -49,8 +51,11 @@ class Attention(nn.Module):
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"]]:
-        """Attend to the norm of x + residual; return (what this adds to each token, maybe in parts; x + residual)."""
+    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"] | None]:
+        """Attend to the norm of x + residual; return two summands, or their sum, as ``Linear.plus`` does.
+
+        Unless it ``adds``: then return (what comes out, whole; x + residual), for a norm in between.
+        """
         projected, total = self.qkv_proj.after_norm(x, residual, norm)
         qkv = projected.view(projected.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
         q_norm, k_norm, scales = self.q_norm, self.k_norm, cache.scales(self.layer)
@@ -61,4 +66,4 @@ class Attention(nn.Module):
         else:
             q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
             out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
-        return self.o_proj.in_parts(out.flatten(1)), total
+        return self.o_proj.plus(out.flatten(1), total) if self.adds else (self.o_proj(out.flatten(1)), total)

@@ -48,10 +48,12 @@ class Linear(nn.Module):
         assert self._product is not None, "a layer is used before prepare()"
         return self._product(x)
 
-    def in_parts(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "... tokens outputs"]:
-        """Apply the layer for a norm that adds: what comes out may lie in parts, see ``ops.linear.reference``."""
+    def plus(
+        self, x: Float[Tensor, "tokens inputs"], residual: Float[Tensor, "tokens outputs"]
+    ) -> tuple[Float[Tensor, "... tokens outputs"], Float[Tensor, "tokens outputs"] | None]:
+        """Apply the layer; add the residual, or leave that to the norm behind: see ``ops.linear.reference``."""
         assert self._product is not None, "a layer is used before prepare()"
-        return self._product.in_parts(x)
+        return self._product.plus(x, residual)
 
     def after_norm(
         self, x: Float[Tensor, "... tokens inputs"], residual: Float[Tensor, "tokens inputs"] | None, norm: RMSNorm

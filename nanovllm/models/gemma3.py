@@ -18,7 +18,6 @@ from nanovllm.layers.linear import Embedding, Head
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Angles, Rotary
-from nanovllm.ops.rms_norm import whole
 
 
 class GemmaNorm(RMSNorm):
@@ -36,8 +35,10 @@ class DecoderLayer(nn.Module):
         super().__init__()
         scale = config.raw.get("query_pre_attn_scalar", 256) ** -0.5
         bias = config.attention_bias
-        self.self_attn = Attention(config, layer, qkv_bias=bias, output_bias=bias, norm=GemmaNorm, scale=scale)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(
+            config, layer, qkv_bias=bias, output_bias=bias, norm=GemmaNorm, scale=scale, adds=False
+        )
+        self.mlp = MLP(config, adds=False)
         width, eps = config.hidden_size, config.norm_eps
         self.input_layernorm = GemmaNorm(width, eps)
         self.post_attention_layernorm = GemmaNorm(width, eps)
@@ -49,9 +50,9 @@ class DecoderLayer(nn.Module):
     ) -> Float[Tensor, "tokens width"]:
         """Return the residual after both blocks."""
         added, _ = self.self_attn(x, None, self.input_layernorm, angles, cache, batch)
-        x = x + self.post_attention_layernorm(whole(added, x.dtype))
+        x = x + self.post_attention_layernorm(added)
         added, _ = self.mlp(x, None, self.pre_feedforward_layernorm)
-        x = x + self.post_feedforward_layernorm(whole(added, x.dtype))
+        x = x + self.post_feedforward_layernorm(added)
         return x
 
 

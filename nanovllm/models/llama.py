@@ -22,7 +22,7 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
     The addition of a block's result is left to the block that follows it, which also gets the norm in between: the
-    three can be one pass over memory.
+    three can be one pass over memory. A product that can add on its way does it itself.
     """
 
     def __init__(self, config: ModelConfig, attention: Attention) -> None:
@@ -39,8 +39,8 @@ class DecoderLayer(nn.Module):
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"]]:
-        """Return (what is still to be added, maybe in parts; the residual)."""
+    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"] | None]:
+        """Return what is still to be added, maybe in parts, and the residual; or their sum alone."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, angles, cache, batch)
         x, residual = self.mlp(x, residual, self.post_attention_layernorm)
         return x, residual
@@ -60,8 +60,7 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens(batch.token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, angles, cache, batch)
-        assert residual is not None, "a decoder has at least one layer"
-        hidden: Tensor = self.norm.add(x, residual)[0]
+        hidden: Tensor = self.norm(x) if residual is None else self.norm.add(x, residual)[0]
         return hidden
 
 

@@ -88,9 +88,11 @@ class RowLinear(Linear):
         """Apply the layer to each row, of which this rank has its inputs."""
         return self._communicator.all_reduce(super().forward(x))
 
-    def in_parts(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
-        """Apply the layer; the sum over ranks is one over parts too."""
-        return self(x)  # type: ignore[no-any-return]
+    def plus(
+        self, x: Float[Tensor, "tokens inputs"], residual: Float[Tensor, "tokens outputs"]
+    ) -> tuple[Float[Tensor, "tokens outputs"], Float[Tensor, "tokens outputs"] | None]:
+        """Apply the layer; the residual is added once, when the sum over ranks is known."""
+        return self(x), residual
 
 
 class VocabularyEmbedding(Embedding):

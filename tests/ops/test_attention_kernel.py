@@ -47,9 +47,11 @@ class Case:
         contexts = torch.tensor(self.context_lens)
         return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window)
 
-    def by_kernel(self, scale: float, window: int | None = None, processors: int = FEW) -> torch.Tensor:
+    def by_kernel(
+        self, scale: float, window: int | None = None, processors: int = FEW, one_tile: bool = False
+    ) -> torch.Tensor:
         plan = paged.plan(self.query_lens, self.context_lens, self.tables, self.keys.shape[1], DEVICE)
-        plan = replace(plan, processors=processors)
+        plan = replace(plan, processors=processors, one_tile=one_tile)
         return paged.attend(self.query, self.keys, self.values, plan, scale, window)
 
     def only(self, request: int) -> "Case":
@@ -145,20 +147,25 @@ def test_contexts_of_several_chunks(window, processors):
     check(make_case([1] * 5, AT_THE_EDGES), window=window, processors=processors)
 
 
-def test_more_chunks_than_are_joined_at_once():
-    check(make_case([1, 1], [9 * CHUNK + 1, 17]), processors=MANY)
+@pytest.mark.parametrize("one_tile", [False, True])
+def test_more_chunks_than_are_joined_at_once(one_tile, monkeypatch):
+    monkeypatch.setattr(paged, "MIN_CHUNK", 32)
+    monkeypatch.setattr(paged, "MAX_CHUNKS", 1000)
+    case = make_case([1, 1], [65 * 32 + 1, 17])  # 66 chunks
+    torch.testing.assert_close(
+        case.by_kernel(0.3, None, MANY, one_tile), case.by_reference(0.3, None), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [None, CHUNK + 100])
-def test_cut_or_uncut_in_company_or_alone_a_decode_gets_the_same_bits(window, monkeypatch):
-    monkeypatch.setattr(paged, "CUT_TILES", paged.DECODE_TILES)  # a tile is summed in an order of its own
+def test_cut_or_uncut_in_company_or_alone_a_decode_gets_the_same_bits(window):
     dtype = list(TOLERANCE)[-1]
     case = make_case([1, 1, 4, 1], [2 * CHUNK + 129, 60, 10, 3 * CHUNK], kv_heads=2, dtype=dtype)
-    out = case.by_kernel(0.3, window, FEW)
-    assert torch.equal(out, case.by_kernel(0.3, window, MANY))
+    out = case.by_kernel(0.3, window, FEW, True)
+    assert torch.equal(out, case.by_kernel(0.3, window, MANY, True))
     for request, first in ((0, 0), (1, 1), (3, 6)):
         for processors in (FEW, MANY):
-            assert torch.equal(out[first], case.only(request).by_kernel(0.3, window, processors)[0])
+            assert torch.equal(out[first], case.only(request).by_kernel(0.3, window, processors, True)[0])
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -426,7 +433,7 @@ def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
     field = {"decodes": np.full((rows + 1, 5), -9), "owners": np.full(MOST_PARTS, -9), "rest": np.full(MOST_PARTS, -9)}
     field["shared"] = np.full((MOST_SHARED, 3), -9)
     contexts = np.array(case.context_lens)
-    monkeypatch.setattr(paged, "SHORT_CHUNKS", ())
+    monkeypatch.setattr(paged, "SHORT_CHUNKS", {})
     cuts = graphs._cut(field, contexts, np.cumsum(lens) - lens, blocks, rows)
     assert bool(cuts.shared) == bool(cuts.rest) == (name in GROUPS)
     assert cuts.chunk == SMALL_CHUNK and not cuts.long
@@ -444,8 +451,8 @@ def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
 
 
 def test_the_fewer_decodes_the_shorter_their_chunks(monkeypatch):
-    monkeypatch.setattr(paged, "SHORT_CHUNKS", (64, 128))
-    for contexts, chunk in (([1024], 64), ([1025], 128), ([2048], 128), ([2049], 256), ([256] * 8, 128)):
+    monkeypatch.setattr(paged, "SHORT_CHUNKS", {64: 1, 128: 2})
+    for contexts, chunk in (([1024], 64), ([1025], 128), ([4096], 128), ([4097], 256), ([512] * 8, 128)):
         assert paged.shortest_chunk(np.array(contexts), 8, 132) == chunk
     assert paged.worth_cutting(130, 130, 8, 132, 64)
     assert not paged.worth_cutting(64, 64, 8, 132, 64)

@@ -18,8 +18,9 @@ bits may be others.
 
 A cache of float8 holds numbers that have been divided by a scale, one for the keys and one for the values of a head.
 A tile is turned into 16 bits as soon as it is loaded; the scale of the keys is a factor of the scores, that of the
-values a factor of the result. Decodes load float8 two by two, and sum the channels of even and of odd number apart:
-what the matrix units multiply comes from shared memory in any order if it has 16 bits, byte by byte if it has 8.
+values a factor of the result. Where nothing is shared float8 is loaded two by two, and the channels of even and of odd
+number are summed apart: what the matrix units multiply comes from shared memory in any order if it has 16 bits, byte by
+byte if it has 8.
 """
 
 from typing import NamedTuple
@@ -434,9 +435,13 @@ def _shared(
 @triton.jit
 def _join(
     parts, value_scales, out, decodes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    DIM: tl.constexpr, TOGETHER: tl.constexpr, WAITS: tl.constexpr,
+    DIM: tl.constexpr, TOGETHER: tl.constexpr, ORDERED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Add the chunks of one head of one decode, from left to right; nothing to do if it has one."""
+    """Add the chunks of one head of one decode; nothing to do if it has one. ``TOGETHER`` of them are loaded at once.
+
+    ``ORDERED``: from left to right, as one program for all chunks does it; else in any order that depends on nothing
+    but their number, without one waiting for the other.
+    """
     release(WAITS)
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
@@ -456,15 +461,23 @@ def _join(
     total = tl.zeros([1, DIM], tl.float32)
     total_weight = tl.zeros([1], tl.float32)
     total_top = tl.full([1], float("-inf"), tl.float32)
+    AT_ONCE: tl.constexpr = 1 if ORDERED else TOGETHER
+    numbers = tl.arange(0, AT_ONCE)
     wait(WAITS)
     for start in range(0, count, TOGETHER):
         # unrolled, so that the loads of several chunks are under way at once; adding an empty chunk changes nothing
-        for ahead in tl.static_range(TOGETHER):
-            live = one + start + ahead < count
-            at = place + (one + start + ahead).to(tl.int64) * num_heads * (HEAD_DIM + 2)
+        for ahead in tl.static_range(0, TOGETHER, AT_ONCE):
+            live = numbers + start + ahead < count
+            at = place + (numbers + start + ahead).to(tl.int64) * num_heads * (HEAD_DIM + 2)
             mixed = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
             weight = tl.load(at + HEAD_DIM, mask=live, other=0.0)
             top = tl.load(at + HEAD_DIM + 1, mask=live, other=float("-inf"))
+            if not ORDERED:
+                highest = tl.max(top, 0)
+                fade = tl.exp2(top - highest)
+                mixed = tl.sum(mixed * fade[:, None], 0)[None, :]
+                weight = tl.sum(weight * fade, 0) + tl.zeros([1], tl.float32)
+                top = highest + tl.zeros([1], tl.float32)
             total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
     pointers = out + (row * num_heads + head + one[:, None]) * HEAD_DIM + dims[None, :]
     result = total / total_weight[:, None]
@@ -477,12 +490,23 @@ def _join(
 def _prefill(
     query, keys, values, key_scales, value_scales, out, pieces, tables, factor, row_stride, query_head_stride,
     block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M new tokens of one request, one query head.
 
     Tiles of keys begin at multiples of BLOCK_N, so that a row's numbers do not depend on where its piece begins.
     """
+    PARTS: tl.constexpr = 2 if keys.dtype.element_ty == tl.float8e4nv and HEAD_DIM % 2 == 0 and DIM >= 32 else 1
+    SOME: tl.constexpr = HEAD_DIM // PARTS  # channels of a part
+    WIDTH: tl.constexpr = DIM // PARTS
+    dtype = query.dtype.element_ty
+    if PARTS == 2:
+        dtype = tl.float32 if dtype == tl.float32 else tl.float16
+        keys = keys.to(tl.pointer_type(tl.uint16), bitcast=True)
+        values = values.to(tl.pointer_type(tl.uint16), bitcast=True)
+        block_stride //= 2
+        slot_stride //= 2
+        head_stride //= 2
     head = tl.program_id(0)
     piece = tl.program_id(1)
     row = tl.load(pieces + piece * 4).to(tl.int64)
@@ -495,10 +519,12 @@ def _prefill(
     if key_scales is not None:
         factor *= tl.load(key_scales + kv_head)
     lanes = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, DIM)
-    q_offsets = (row + lanes) * row_stride + head * query_head_stride
-    q = _load(query, q_offsets, lanes < size, query.dtype.element_ty, HEAD_DIM, DIM, True)
-    mixed = tl.zeros([BLOCK_M, DIM], tl.float32)
+    dims = tl.arange(0, WIDTH)
+    q = ()
+    for index in tl.static_range(PARTS):
+        q_offsets = (row + lanes) * row_stride + head * query_head_stride + index
+        q += (_load_some(query, q_offsets, lanes < size, dtype, SOME, WIDTH, PARTS, True),)
+    mixed = _zeros(BLOCK_M, WIDTH, PARTS)
     weight = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     stop = position + size
@@ -513,28 +539,34 @@ def _prefill(
         live = start + tl.arange(0, BLOCK_N) < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
-        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
-        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
+        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
+        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
+        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, False)
     for start in range(common, stop, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         live = places < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
-        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
+        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
+        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
         ages = (position + lanes)[:, None] - places[None, :]  # how far back each key lies
         seen = ages >= 0
         if WINDOW > 0:
             seen = seen & (ages < WINDOW)
-        mixed, weight, top = _update(q, k, v, seen, mixed, weight, top, factor, True)
-    pointers = out + ((row + lanes)[:, None] * num_heads + head) * HEAD_DIM + dims[None, :]
-    mask = (lanes < size)[:, None] & (dims < HEAD_DIM)[None, :]
+        mixed, weight, top = _update_parts(q, k, v, seen, mixed, weight, top, factor, PARTS, True)
+    pointers = out + ((row + lanes) * num_heads + head) * HEAD_DIM
+    mask = (lanes < size)[:, None] & (dims < SOME)[None, :]
     weight = tl.where(lanes < size, weight, 1.0)
-    result = mixed / weight[:, None]
+    scale = 1.0
     if value_scales is not None:
-        result *= tl.load(value_scales + kv_head)
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+        scale = tl.load(value_scales + kv_head)
+    for index in tl.static_range(PARTS):
+        result = mixed[index] / weight[:, None] * scale
+        tl.store(pointers[:, None] + (dims * PARTS + index)[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def _is_nvidia(tensor):
+    return tensor.is_cuda and torch.version.hip is None
 
 
 LOG2_E = 1.4426950408889634
@@ -589,12 +621,14 @@ def sum_shared(
 def decode(
     query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, fresh: Fresh,
     out: Tensor, parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor,
-    scale: float, window: int | None, ahead: int, block_n: int, warps: int, stages: int, registers: int | None = None,
+    scale: float, window: int | None, ahead: int, ordered: bool, block_n: int, warps: int, stages: int,
+    registers: int | None = None,
 ) -> None:  # fmt: skip
     """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
 
     ``fresh``: what ``query``, which then has keys and values too, still lacks. ``ahead``: tokens, a power of 2, whose
-    keys and values each program asks for early.
+    keys and values each program asks for early. ``ordered``: add parts from left to right, which gives the same bits
+    whether contexts are cut or not, and is faster while they are few.
     ``rest``: the chunks that are left to do, if ``parts`` has the sums of some already; None: all of them.
     ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
     """
@@ -608,14 +642,14 @@ def decode(
             query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
             owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
             ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, AHEAD=ahead,
-            NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
+            NATIVE=_is_nvidia(query), num_warps=warps, num_stages=stages,
             maxnreg=registers, **launch_options(query),
         )  # fmt: skip
     if split:
         names = ("GROUP", "HEAD_DIM", "WINDOW", "DIM", "enable_fp_fusion")
         _join[query.shape[1], decodes.shape[0]](
-            parts, value_scales, out, decodes, **{name: widths[name] for name in names}, TOGETHER=8, num_warps=1,
-            **launch_options(query),
+            parts, value_scales, out, decodes, **{name: widths[name] for name in names},
+            TOGETHER=8 if ordered else 64, ORDERED=ordered, num_warps=1 if ordered else 4, **launch_options(query),
         )  # fmt: skip
 
 
@@ -629,5 +663,6 @@ def prefill(
     numbers, widths = _widths(query, keys, scale, window)
     _prefill[query.shape[1], pieces.shape[0]](
         query, keys, values, key_scales, value_scales, out, pieces, tables, *numbers, **widths,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,
+        BLOCK_M=block_m, BLOCK_N=block_n, NATIVE=_is_nvidia(query), num_warps=warps, num_stages=stages,
+        maxnreg=registers,
     )  # fmt: skip

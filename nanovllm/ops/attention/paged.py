@@ -11,9 +11,10 @@
 A decode's context is cut into chunks of MIN_CHUNK tokens, longer ones where that would make more than MAX_CHUNKS. If
 there are enough decodes to keep the device busy, one program takes all chunks of a request in turn, and the longest
 start first; if not, each chunk is a program (a *part*), and a second kernel adds the parts. A request's chunks depend
-on its own context alone, and with tiles of one size the two ways give the same bits. Each way has tiles of its own,
-though, for one wants many programs on a processor and the other few that load much at once: the last bits of a decode
-may depend on whether its step is cut, and so on how many others there are.
+on its own context alone, and with tiles of one size and parts added in order the two ways give the same bits. Each way
+has tiles of its own, though, for one wants many programs on a processor and the other few that load much at once, and
+parts are added all at once: the last bits of a decode may depend on whether its step is cut, and so on how many others
+there are.
 
 Few decodes are cut into shorter chunks, SHORT_CHUNKS, and decodes whose tables begin with the same blocks have whole
 chunks in common. Where it pays, the sums of such a chunk are computed for all of them at once, from keys and values
@@ -49,14 +50,23 @@ PREFERRED_BLOCK_SIZE = 64
 """The kernels are as fast with 16; but the host handles every block of every request in each step."""
 
 MIN_CHUNK, MAX_CHUNKS = 256, 64
-"""Tokens: two tiles of keys and values. 64 parts of 8 heads are four programs for each processor of a large GPU."""
+"""Tokens, and chunks of a context unless there are so few requests that processors would be idle."""
+
+ENOUGH_PROGRAMS = 4
+"""For each processor, of steps with long contexts."""
+
+FEW_CHUNKS = 8
+"""Up to how many chunks of a request, on average, are best added one after the other."""
+
+EARLY_DECODES = 1
+"""How many decodes ask for keys and values before it is their turn: more of them have no bandwidth to spare."""
 
 FRESH_DECODES = (2, 16)
 """How many decodes ``attend_fresh`` is for: with more, or one alone, what each program does to its queries takes longer
 than the launch that is saved."""
 
-SHORT_CHUNKS = (64, 128)
-"""Tokens of the chunks of steps that are so small that even these leave processors idle, from the shortest."""
+SHORT_CHUNKS = {64: 1, 128: 2}
+"""Tokens of the chunks of small steps, from the shortest, and up to how many programs for each processor they give."""
 
 LEAST_MEMBERS, LEAST_SAVED = 4, 8192
 """Decodes that share their first chunks, and the tokens that need not be read again, from which on sharing pays: with
@@ -238,10 +248,15 @@ def worth_cutting(longest: int, total: int, kv_heads: int, processors: int, chun
 
 def shortest_chunk(contexts: Integers, kv_heads: int, processors: int) -> int:
     """Return the tokens of the shortest chunk that decodes with these contexts are best cut into."""
-    for chunk in SHORT_CHUNKS:
-        if kv_heads * int((-(-contexts // chunk)).sum()) < processors:
+    for chunk, programs in SHORT_CHUNKS.items():
+        if kv_heads * int((-(-contexts // chunk)).sum()) < programs * processors:
             return chunk
     return MIN_CHUNK
+
+
+def most_chunks(number: int, kv_heads: int, processors: int) -> int:
+    """Return how many chunks a context is cut into at most, in a step of ``number`` decodes."""
+    return MAX_CHUNKS * (2 if number * kv_heads * MAX_CHUNKS <= ENOUGH_PROGRAMS * processors else 1)
 
 
 def lay_out(
@@ -253,17 +268,19 @@ def lay_out(
     *,
     chunk: int,
     shares: bool,
+    most: int | None = None,
 ) -> Lists:
     """Return the lists of decodes: their rows, their contexts, and where in ``blocks`` their tables begin.
 
-    ``chunk``: tokens of the shortest chunk; ``shares``: whether decodes may compute a chunk in common.
+    ``chunk``: tokens of the shortest chunk; ``shares``: whether decodes may compute a chunk in common; ``most``: chunks
+    of a context, None: MAX_CHUNKS.
     """
     order = np.argsort(-contexts, kind="stable")
-    chunks = np.maximum(chunk, 2 ** np.ceil(np.log2(contexts / MAX_CHUNKS))).astype(np.int64)
+    chunks = np.maximum(chunk, 2 ** np.ceil(np.log2(contexts / (most or MAX_CHUNKS)))).astype(np.int64)
     groups = find_groups(contexts[order], tables[order], chunks[order], blocks, block_size) if shares else []
     if groups:
         if (-(-contexts // chunks)).sum() > MOST_PARTS:
-            return lay_out(rows, contexts, tables, blocks, block_size, chunk=2 * chunk, shares=True)
+            return lay_out(rows, contexts, tables, blocks, block_size, chunk=2 * chunk, shares=True, most=most)
         alone = np.ones(len(order), bool)
         for members, _ in groups:
             alone[members] = False
@@ -390,6 +407,8 @@ def attends_fresh(plan: Plan) -> bool:
     """Whether ``attend_fresh`` can take a plan whose decodes are one for each request, and is the faster way."""
     number = plan.decodes.shape[0] - (plan.owners.shape[0] > 0)  # if cut, one is padding
     fewest, most = FRESH_DECODES
+    if plan.longest > MIN_CHUNK * MAX_CHUNKS:  # many programs
+        return False
     return fewest <= number <= most and not (plan.pieces.shape[0] or plan.shared.shape[0] or plan.one_tile)
 
 
@@ -447,10 +466,11 @@ def _decode(
     tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
     if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
         tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
-    # a short context alone: whoever reads more has no bandwidth to spare before its turn
-    ahead = plan.chunk if parts is not None and plan.decodes.shape[0] <= 2 and plan.chunk < MIN_CHUNK else 0
+    early = parts is not None and plan.decodes.shape[0] <= EARLY_DECODES + 1  # one is padding
+    ahead = plan.chunk if early and plan.chunk < MIN_CHUNK else 0
+    ordered = plan.one_tile or plan.owners.shape[0] <= FEW_CHUNKS * plan.decodes.shape[0]
     kernel.decode(
-        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead,
+        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead, ordered,
         *_fit(tiles, width, plan.shared_bytes),
     )  # fmt: skip
 

@@ -23,9 +23,6 @@ LONG, WIDE = 3072, 32_768
 """The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains. A product
 with more outputs, a head, is large enough for cuBLAS from 17 rows on."""
 
-NORM_ROWS = 2
-"""Most rows that go to a kernel with the norm in it, which each of its programs computes again."""
-
 
 def available(weight: Tensor) -> bool:
     """Whether the kernels can take the weight."""
@@ -42,9 +39,7 @@ class FewRows(Product):
         self.kernel, self.tile_kernel, self.weight, self.bias = kernel, tile_kernel, weight, bias
         long = weight.shape[1] > LONG
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
-        self.norm_rows = min(LONG_ROWS if long else NORM_ROWS, kernel.FEW)
-        if weight.shape[1] > kernel.WIDEST:
-            self.norm_rows = 0
+        self.norm_rows = 0 if weight.shape[1] > kernel.WIDEST else min(self.rows, kernel.norm_rows(weight.dtype))
         tiles = not long and weight.shape[0] < WIDE and weight.element_size() == 2
         self.tile_rows = TILE_ROWS if tiles else self.rows
         # not a method of its own: an object that refers to itself would hold the weight until the next collection
@@ -55,7 +50,7 @@ class FewRows(Product):
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See ``reference.norm_linear``."""
         if self._fuses(x, residual, norm_weight):
-            return self.kernel.norm_linear(x, residual, norm_weight, eps, self.weight, self.bias)
+            return self.kernel.norm_linear(x, norm_weight, eps, self.weight, self.bias), x
         return super().after_norm(x, residual, norm_weight, eps)
 
     def gated_after_norm(
@@ -63,23 +58,25 @@ class FewRows(Product):
     ) -> tuple[Tensor, Tensor]:
         """See ``reference.norm_gated``."""
         if self._fuses(x, residual, norm_weight):
-            return self.kernel.norm_gated(x, residual, norm_weight, eps, self.weight, self.bias, activation)
+            return self.kernel.norm_gated(x, norm_weight, eps, self.weight, self.bias, activation), x
         if 0 < x.shape[-2] <= self.tile_rows and kernels_run_on(norm_weight, self.weight):
             normed, total = norm(x, residual, norm_weight, eps)
             gated = self.kernel.gated if normed.shape[0] <= self.rows else self.tile_kernel.multiply
             return gated(normed, self.weight, self.bias, activation), total
         return super().gated_after_norm(x, residual, norm_weight, eps, activation)
 
-    def in_parts(self, x: Tensor) -> Tensor:
-        """See ``reference.in_parts``."""
+    def plus(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``reference.plus``."""
+        if 0 < x.shape[0] <= self.rows and kernels_run_on(x, residual, self.weight):
+            return self.kernel.plus(x, residual, self.weight, self.bias), None
         if self.rows < x.shape[0] <= self.tile_rows and kernels_run_on(x, self.weight):
-            return self.tile_kernel.multiply(x, self.weight, self.bias, in_parts=True)
-        return super().in_parts(x)
+            return self.tile_kernel.multiply(x, self.weight, self.bias, in_parts=True), residual
+        return super().plus(x, residual)
 
     def _fuses(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor) -> bool:
-        if x.dim() == 3 or not 0 < x.shape[0] <= self.norm_rows:
+        if residual is not None or not 0 < x.shape[0] <= self.norm_rows:
             return False
-        return kernels_run_on(x, x if residual is None else residual, norm_weight, self.weight)
+        return kernels_run_on(x, norm_weight, self.weight)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, tile_rows: int) -> Tensor:

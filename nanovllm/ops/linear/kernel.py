@@ -2,14 +2,20 @@
 
 With few rows a layer is the reading of its weight, once. What a library loses there is the time in which nothing is
 read: while a kernel starts, and while it waits for the one before. So the kernels are cut into enough programs for
-every multiprocessor, each of which asks for all of its weights at once and keeps them in registers; the gate behind,
-and for the fewest rows the norm in front, are computed on the way; and where the GPU can start a kernel before the
+every multiprocessor, each of which asks for all of its weights at once and keeps them in registers; the norm in front,
+the gate behind and the addition of a residual are computed on the way; and where the GPU can start a kernel before the
 last one has ended (``overlap``), a program asks for its weights first and waits for its rows afterwards:
 
     kernel before   [ weights | wait | product ]
     this one                     [ weights  | wait | product ]
 
-Two kernels: ``few_kernel`` multiplies and adds, ``many_kernel`` uses the matrix units. Sums are float32 and their order
+A norm needs no pass of its own. Its scale is one number for each row, so it may come after the product, and each
+program reads whole rows anyway and can add up their squares:
+
+    sum_i w_i (g_i (s x_i)) = s (sum_i w_i (g_i x_i))    s = 1 / sqrt(mean of x_i^2 + eps)
+
+Two kernels: ``few_kernel`` multiplies and adds, ``many_kernel`` uses the matrix units, which take g_i x_i in the rows'
+type: so that must not overflow, and of 16-bit types bfloat16 alone has the room. Sums are float32 and their order
 depends on the tile alone; nothing is added atomically.
 """
 
@@ -26,11 +32,8 @@ from nanovllm.ops.overlap import fetch, launch_options, release, wait
 FEW = 4
 """Most rows that can be multiplied without the matrix units; beyond, their sums leave no registers to weights."""
 
-FEW_ROWS, LARGE_FEW_ROWS = 2, 1
-"""Up to how many rows that is also faster, for a weight of up to ``LARGE`` numbers and for a larger one."""
-
-LARGE = 16_000_000
-"""Numbers in a weight from which on its reading hides less: a multiply-add for each row takes as long."""
+FEW_ROWS = 1
+"""Up to how many rows that is also faster: beyond, a multiply-add for each takes as long as the reading."""
 
 MAX_ROWS = 64
 """Most rows of 16-bit numbers; float32, which the matrix units would cut to 11 bits, stops at ``FEW``."""
@@ -60,23 +63,6 @@ def _load(pointers, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x, residual, x_at, residual_at, inside, ADD: tl.constexpr, WHOLE: tl.constexpr):
-    """Load a tile of the rows; ``ADD``: plus the residual, rounded to their type."""
-    values = _load(x + x_at, inside, WHOLE)
-    if ADD:
-        more = _load(residual + residual_at, inside, WHOLE)
-        return (values.to(tl.float32) + more.to(tl.float32)).to(x.dtype.element_ty)
-    return values
-
-
-@triton.jit
-def _scaled(values, scale, gain):
-    """Normalise a tile: rounded before the gain and after it, as ``rms_norm.reference`` does."""
-    normed = (values.to(tl.float32) * scale).to(values.dtype)
-    return (normed.to(tl.float32) * gain.to(tl.float32)).to(values.dtype)
-
-
-@triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """``activation.reference.gate_times_up`` of two float32 sums, rounded where it finds rounded numbers or rounds."""
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
@@ -101,7 +87,7 @@ def _fetch(weight, first, outputs, start, INPUTS: tl.constexpr, LINES: tl.conste
 
 @triton.jit(do_not_specialize=["rows"])  # it changes with each step: nothing should be compiled for it
 def few_kernel(
-    x, residual, gain, weight, bias, out, total, rows, outputs, x_row, residual_row, eps,
+    x, residual, gain, weight, bias, out, rows, outputs, x_row, residual_row, eps,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +113,7 @@ def few_kernel(
         up_weights += beyond
         up_tile = _load(up_weights, inside, WHOLE)
     gains = inside
-    if NORM and TILES == 1:
+    if NORM:
         gains = _load(gain + column, inside, WHOLE)
     if WAITS and TILES > 1:
         _fetch(weight, first, outputs, COLUMNS, INPUTS, LINES, INPUTS - COLUMNS)
@@ -136,21 +122,17 @@ def few_kernel(
     release(WAITS)  # the weights of the next kernel come after these
     wait(WAITS)
 
+    place = first + tl.arange(0, LINES)[None, :]
+    out_row = tl.arange(0, ROWS)[:, None]
+    exists = (place < outputs) & (out_row < rows)
+    more = 0.0
+    if ADD:
+        more = tl.load(residual + out_row.to(tl.int64) * residual_row + place, exists, 0.0).to(tl.float32)
     row = tl.arange(0, ROWS)[:, None, None]
-    x_at = tl.minimum(row, rows - 1).to(tl.int64) * x_row + column  # [ROWS, 1, COLUMNS]
-    residual_at = tl.minimum(row, rows - 1).to(tl.int64) * residual_row + column
-    values = _load_sum(x, residual, x_at, residual_at, inside, ADD, WHOLE)
-    scale = 1.0
-    if NORM:
-        squares = values.to(tl.float32) * values.to(tl.float32)
-        for index in tl.static_range(1, TILES):
-            start = index * COLUMNS
-            more = _load_sum(x, residual, x_at + start, residual_at + start, start + column < INPUTS, ADD, WHOLE)
-            squares += more.to(tl.float32) * more.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(squares, 2, keep_dims=True) / INPUTS + eps)  # [ROWS, 1, 1]
-
+    x_at = x + tl.minimum(row, rows - 1).to(tl.int64) * x_row + column  # [ROWS, 1, COLUMNS]
     sums = tl.zeros([ROWS, LINES, COLUMNS], tl.float32)
     up_sums = sums
+    squares = tl.zeros([ROWS, 1, COLUMNS], tl.float32)
     for index in tl.static_range(TILES):
         start = index * COLUMNS
         inside = start + column < INPUTS
@@ -158,37 +140,30 @@ def few_kernel(
             tile = _load(weights + start, inside, WHOLE)
             if GATED:
                 up_tile = _load(up_weights + start, inside, WHOLE)
-            values = _load_sum(x, residual, x_at + start, residual_at + start, inside, ADD, WHOLE)
-        factors = values
-        if NORM:
-            if TILES > 1:
+            if NORM:
                 gains = _load(gain + start + column, inside, WHOLE)
-            factors = _scaled(values, scale, gains)
-        sums += tile.to(tl.float32) * factors.to(tl.float32)
+        values = _load(x_at + start, inside, WHOLE).to(tl.float32)
+        if NORM:
+            squares += values * values
+            values *= gains.to(tl.float32)
+        sums += tile.to(tl.float32) * values
         if GATED:
-            up_sums += up_tile.to(tl.float32) * factors.to(tl.float32)
+            up_sums += up_tile.to(tl.float32) * values
 
-    place = first + tl.arange(0, LINES)[None, :]
-    exists = place < outputs
-    result = tl.sum(sums, 2)  # [ROWS, LINES]
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, 2) / INPUTS + eps)  # [ROWS, 1]
+    result = tl.sum(sums, 2) * scale  # [ROWS, LINES]
     if BIAS:
-        result += tl.load(bias + place, exists, 0.0).to(tl.float32)
+        result += tl.load(bias + place, place < outputs, 0.0).to(tl.float32)
     if GATED:
-        up = tl.sum(up_sums, 2)
+        up = tl.sum(up_sums, 2) * scale
         if BIAS:
-            up += tl.load(bias + outputs + place, exists, 0.0).to(tl.float32)
+            up += tl.load(bias + outputs + place, place < outputs, 0.0).to(tl.float32)
         result = _gated(result, up, ACTIVATION, DTYPE)
-    out_row = tl.arange(0, ROWS)[:, None]
-    tl.store(out + out_row * outputs + place, result.to(DTYPE), exists & (out_row < rows))
-
-    if ADD:  # the first program alone, by the mask: a branch would keep it from what it still holds in registers
-        width = tl.where(tl.program_id(0) == 0, INPUTS, 0)
-        for index in tl.static_range(TILES):
-            start = index * COLUMNS
-            inside = (row < rows) & (start + column < width)
-            if TILES > 1:
-                values = _load_sum(x, residual, x_at + start, residual_at + start, inside, ADD, False)
-            tl.store(total + row * INPUTS + start + column, values, inside)
+    if ADD:
+        result = result.to(DTYPE).to(tl.float32) + more
+    tl.store(out + out_row * outputs + place, result.to(DTYPE), exists)
 
 
 @triton.jit
@@ -217,9 +192,10 @@ def _operand(tile, LINES: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexp
 
 @triton.jit(do_not_specialize=["rows"])
 def many_kernel(
-    x, weight, bias, out, rows, outputs, x_row,
+    x, residual, gain, weight, bias, out, rows, outputs, x_row, residual_row, eps,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr,
-    HELD: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WAITS: tl.constexpr,
+    HELD: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows, padded to ``ROWS``, by ``LINES`` lines of the weight on the matrix units.
 
@@ -235,10 +211,10 @@ def many_kernel(
     TILES: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
     AT_ONCE: tl.constexpr = HELD if HELD < TILES else TILES
     first = tl.program_id(0) * LINES
-    place, column = _places(ALL, PARTS, CHUNKS)
-    line = tl.minimum(first + place % LINES, outputs - 1).to(tl.int64)  # int64: beyond 2**31
+    weight_line, column = _places(ALL, PARTS, CHUNKS)
+    line = tl.minimum(first + weight_line % LINES, outputs - 1).to(tl.int64)  # int64: beyond 2**31
     if GATED:
-        line += place // LINES * (tl.full((), 1, tl.int64) * outputs)  # the second half is of ``up``
+        line += weight_line // LINES * (tl.full((), 1, tl.int64) * outputs)  # the second half is of ``up``
     weights = weight + line * INPUTS + column
     tiles = ()
     for index in tl.static_range(AT_ONCE):
@@ -247,8 +223,15 @@ def many_kernel(
     release(WAITS)  # the weights of the next kernel come after these
     wait(WAITS)
 
+    place = first + tl.arange(0, LINES)[None, :]
+    out_row = tl.arange(0, ROWS)[:, None]
+    exists = (place < outputs) & (out_row < rows)
+    more = 0.0
+    if ADD:
+        more = tl.load(residual + out_row.to(tl.int64) * residual_row + place, exists, 0.0).to(tl.float32)
     row, x_column = _places(ROWS, PARTS, CHUNKS)
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64) * x_row + x_column
+    squares = tl.zeros([ROWS * PARTS * CHUNKS, 4], tl.float32)
     factors = ()
     for index in tl.static_range(AT_ONCE):
         start = index * COLUMNS
@@ -260,7 +243,13 @@ def many_kernel(
             tiles += (_load(weights + start, start + column < INPUTS, WHOLE),)
             factors += (_load(x_at + start, start + x_column < INPUTS, WHOLE),)
         tile = _operand(tiles[index], ALL, PARTS, CHUNKS)
-        factor = _operand(factors[index], ROWS, PARTS, CHUNKS)
+        values = factors[index]
+        if NORM:
+            at = index * COLUMNS + x_column
+            wide = values.to(tl.float32)
+            squares += tl.sum(tl.reshape(wide * wide, (ROWS * PARTS * CHUNKS, 4, 8)), 2)
+            values = (wide * _load(gain + at, at < INPUTS, WHOLE).to(tl.float32)).to(DTYPE)
+        factor = _operand(values, ROWS, PARTS, CHUNKS)
         if ALL == 8:
             sums = tl.dot(factor, tl.permute(tile, (0, 2, 1)), sums)
         else:
@@ -269,18 +258,20 @@ def many_kernel(
     result = tl.sum(sums, 0)
     if ALL > 8:
         result = tl.trans(result)  # [ROWS, ALL]
-    place = first + tl.arange(0, LINES)[None, :]
-    exists = place < outputs
+    if NORM:  # the squares lie as ``_places`` says
+        squares = tl.sum(tl.reshape(tl.sum(squares, 1), (ROWS // 8, CHUNKS * PARTS, 8)), 1)
+        result *= tl.rsqrt(tl.reshape(squares, (ROWS,)) / INPUTS + eps)[:, None]
     if GATED:
         result, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, LINES)), (0, 2, 1)))
         if BIAS:
-            up += tl.load(bias + outputs + place, exists, 0.0).to(tl.float32)
+            up += tl.load(bias + outputs + place, place < outputs, 0.0).to(tl.float32)
     if BIAS:
-        result += tl.load(bias + place, exists, 0.0).to(tl.float32)
+        result += tl.load(bias + place, place < outputs, 0.0).to(tl.float32)
     if GATED:
         result = _gated(result, up, ACTIVATION, DTYPE)
-    out_row = tl.arange(0, ROWS)[:, None]
-    tl.store(out + out_row * outputs + place, result.to(DTYPE), exists & (out_row < rows))
+    if ADD:
+        result = result.to(DTYPE).to(tl.float32) + more
+    tl.store(out + out_row * outputs + place, result.to(DTYPE), exists)
 
 
 def most_rows(dtype: torch.dtype) -> int:
@@ -288,21 +279,20 @@ def most_rows(dtype: torch.dtype) -> int:
     return FEW if dtype is torch.float32 else MAX_ROWS
 
 
-def choose(rows: int, outputs: int, inputs: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> Tile:
+def choose(rows: int, outputs: int, inputs: int, gated: bool) -> Tile:
     """Return the tile for a product; ``outputs`` of a gated one are those behind the gate.
 
     A program holds its weights in registers, 8 to 16 KiB without the matrix units and 32 with them: with 132
     multiprocessors, all of a layer of Qwen3-0.6B fits in them at once. Figures of ``bench/linear.py`` on an H200.
     """
-    large = outputs * inputs * (2 if gated else 1) > LARGE
-    if rows <= (FEW if dtype is torch.float32 else LARGE_FEW_ROWS if large else FEW_ROWS):
+    if rows <= FEW_ROWS:
         return few_tile(rows, outputs, inputs, gated)
     return many_tile(rows, outputs, inputs, gated)
 
 
 def few_tile(rows: int, outputs: int, inputs: int, gated: bool) -> Tile:
     """Return the tile for ``few_kernel``."""
-    if inputs <= 1024:  # one tile, with which the norm needs one pass
+    if inputs <= 1024:  # one tile
         lines = 8 if outputs > 2048 and rows == 1 and not gated else 4 if outputs > 2048 and rows <= 2 else 2
         columns = triton.next_power_of_2(inputs)
         return Tile(outputs=lines, inputs=columns, warps=max(columns // 256, 1))
@@ -322,91 +312,82 @@ def many_tile(rows: int, outputs: int, inputs: int, gated: bool) -> Tile:
     return Tile(outputs=lines, inputs=columns, warps=4, held=min(triton.cdiv(inputs, columns), 4 if lines == 16 else 2))
 
 
+def norm_rows(dtype: torch.dtype) -> int:
+    """Return how many rows a call with a norm may have; see the head of this file."""
+    return MAX_ROWS if dtype is torch.bfloat16 else FEW
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """See ``reference.linear``. Takes up to ``most_rows`` rows, which may lie apart; the weight is contiguous."""
-    out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0]), memory_format=torch.contiguous_format)
-    _launch(x, None, None, 0.0, weight, bias, out, None, None, tile)
-    return out
+    return _launch(x, weight, bias, None, Around(), tile)
+
+
+def plus(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """Return ``reference.linear`` plus a residual. Takes what ``linear`` takes."""
+    return _launch(x, weight, bias, None, Around(residual=residual), tile)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, tile: Tile | None = None) -> Tensor:
     """See ``reference.gated``. Takes what ``linear`` takes."""
-    out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0] // 2), memory_format=torch.contiguous_format)
-    _launch(x, None, None, 0.0, weight, bias, out, None, activation, tile)
-    return out
+    return _launch(x, weight, bias, activation, Around(), tile)
 
 
 def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See ``reference.norm_linear``. Takes up to ``FEW`` rows of up to ``WIDEST`` inputs."""
-    out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0]), memory_format=torch.contiguous_format)
-    total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, residual, norm_weight, eps, weight, bias, out, total, None, tile)
-    return out, total
+    x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """Return ``reference.linear`` of the norm of ``x``. Takes up to ``norm_rows`` rows of up to ``WIDEST`` inputs."""
+    return _launch(x, weight, bias, None, Around(gain=gain, eps=eps), tile)
 
 
 def norm_gated(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See ``reference.norm_gated``. Takes up to ``FEW`` rows of up to ``WIDEST`` inputs."""
-    out = torch.empty_like(x[:, :1].expand(-1, weight.shape[0] // 2), memory_format=torch.contiguous_format)
-    total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, residual, norm_weight, eps, weight, bias, out, total, activation, tile)
-    return out, total
+    x: Tensor, gain: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str, tile: Tile | None = None
+) -> Tensor:
+    """Return ``reference.gated`` of the norm of ``x``. Takes what ``norm_linear`` takes."""
+    return _launch(x, weight, bias, activation, Around(gain=gain, eps=eps), tile)
+
+
+class Around(NamedTuple):
+    """What a product is computed with."""
+
+    gain: Tensor | None = None
+    """Of the norm in front."""
+    eps: float = 0.0
+    residual: Tensor | None = None
+    """What is added behind."""
 
 
 def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    total: Tensor | None,
-    activation: str | None,
-    tile: Tile | None,
-) -> None:
-    rows, (outputs, inputs) = x.shape[0], (out.shape[1], weight.shape[1])
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, around: Around, tile: Tile | None
+) -> Tensor:
+    rows, (outputs, inputs) = x.shape[0], weight.shape
     assert rows <= most_rows(x.dtype) and weight.is_contiguous(), "the front door sees to it"
+    if activation is not None:
+        outputs //= 2
+    out = torch.empty_like(x[:, :1].expand(-1, outputs), memory_format=torch.contiguous_format)
     if not rows or not outputs:
-        return
-    if tile is None and gain is not None:
-        tile = few_tile(rows, outputs, inputs, activation is not None)
-    elif tile is None:
-        tile = choose(rows, outputs, inputs, activation is not None, x.dtype)
-    grid = (triton.cdiv(outputs, tile.outputs),)
+        return out
+    gain, residual = around.gain, around.residual
+    if tile is None:
+        matrices = x.element_size() == 2 and (gain is None or x.dtype is torch.bfloat16)  # see the head of this file
+        pick = choose if matrices else few_tile
+        tile = pick(rows, outputs, inputs, activation is not None)
+    arguments = (
+        x, x if residual is None else residual, x if gain is None else gain, weight, x if bias is None else bias, out,
+        rows, outputs, x.stride(0), 0 if residual is None else residual.stride(0), around.eps,
+    )  # fmt: skip
     shared = {
-        "INPUTS": inputs, "LINES": tile.outputs, "BIAS": bias is not None, "ACTIVATION": activation,
-        "num_warps": tile.warps, **launch_options(x), **FUSED,
+        "INPUTS": inputs, "LINES": tile.outputs, "NORM": gain is not None, "ADD": residual is not None,
+        "BIAS": bias is not None, "ACTIVATION": activation, "num_warps": tile.warps, **launch_options(x), **FUSED,
     }  # fmt: skip
+    grid = (triton.cdiv(outputs, tile.outputs),)
     padded = triton.next_power_of_2(rows)
-    no_bias = x if bias is None else bias
     if tile.held:
-        assert gain is None, "norms are computed without the matrix units"
         shared["WAITS"] = min(shared["WAITS"], 1)  # the next kernel's programs would take the room of this one's
         fewest = 16 if tile.outputs * (1 if activation is None else 2) == 8 else 8
         many_kernel[grid](
-            x, weight, no_bias, out, rows, outputs, x.stride(0), ROWS=max(padded, fewest), PARTS=tile.warps,
-            CHUNKS=tile.inputs // (32 * tile.warps), HELD=tile.held, **shared,
+            *arguments, ROWS=max(padded, fewest), PARTS=tile.warps, CHUNKS=tile.inputs // (32 * tile.warps),
+            HELD=tile.held, **shared,
         )  # fmt: skip
-        return
-    few_kernel[grid](
-        x, x if residual is None else residual, x if gain is None else gain, weight, no_bias, out,
-        x if total is None else total, rows, outputs, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        ROWS=padded, COLUMNS=tile.inputs, NORM=gain is not None, ADD=residual is not None, **shared,
-    )  # fmt: skip
+    else:
+        few_kernel[grid](*arguments, ROWS=padded, COLUMNS=tile.inputs, **shared)
+    return out

@@ -24,9 +24,9 @@ class Product:
         """See ``reference.linear``."""
         return self.multiply(x)
 
-    def in_parts(self, x: Tensor) -> Tensor:
-        """See ``reference.in_parts``."""
-        return self.multiply(x)
+    def plus(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``reference.plus``."""
+        return self.multiply(x), residual
 
     def after_norm(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See ``reference.norm_linear``."""

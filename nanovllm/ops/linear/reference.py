@@ -17,13 +17,17 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def in_parts(
+def plus(
     x: Float[Tensor, "tokens inputs"],
+    residual: Float[Tensor, "tokens outputs"],
     weight: Float[Tensor, "outputs inputs"],
     bias: Float[Tensor, " outputs"] | None = None,
-) -> Float[Tensor, "... tokens outputs"]:
-    """Return ``linear``, or float32 parts [parts, tokens, outputs] of it that are still to be added: see ``whole``."""
-    return linear(x, weight, bias)
+) -> tuple[Float[Tensor, "... tokens outputs"], Float[Tensor, "tokens outputs"] | None]:
+    """Return two summands for the norm behind: (``linear``, the residual), or (their sum, None).
+
+    The first may come in float32 parts [parts, tokens, outputs], which are still to be added: see ``whole``.
+    """
+    return linear(x, weight, bias), residual
 
 
 def gated(

@@ -111,7 +111,7 @@ def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, *, in_parts: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``reference.linear``, or with an activation ``reference.gated``; ``in_parts``: see ``reference.in_parts``.
+    """Return ``reference.linear``, or with an activation ``reference.gated``; ``in_parts``: see ``reference.plus``.
 
     Rows may lie apart; the weight is contiguous. float32, which the matrix units would cut to 11 bits, is not taken.
     """

@@ -19,7 +19,7 @@ def rms_norm(
 
 
 def whole(x: Float[Tensor, "... tokens width"], dtype: torch.dtype) -> Float[Tensor, "tokens width"]:
-    """Return the sum of the parts that a product may come in (``linear.reference.in_parts``)."""
+    """Return the sum of the parts that a product may come in (``linear.reference.plus``)."""
     return x if x.dim() == 2 else x.sum(0).to(dtype)
 
 

@@ -26,6 +26,9 @@ ends exactly: the line lies in (lo, hi], where the weight above lo reaches the t
     keys             lo . . . . p1 . . . . p2 . . . . p3 . . . . hi
     weight above     9          7          4          1          0      target 5: the line is in (p1, p2]
 
+The first draw, which sees all logits, notes the largest of each thousand: no top_k line lies below the top_k-th largest
+of those, which leaves a few passes of ten. And only where one of those is kept need the second draw look at all.
+
 The first passes space their pivots by value, for tokens lie evenly there; the others by key, which ends in a bounded
 number. Top-k comes first and leaves its lo to top-p. The kept tokens are those of the reference, but where a weight
 comes within the rounding of its sums of the target. Sums are made in one order, by chunks, however many rows there are,
@@ -42,6 +45,8 @@ from nanovllm.ops.kernels import FUSED
 CHUNK = tl.constexpr(8192)
 """Logits whose weights are added up before they meet others: 32 for each thread."""
 WARPS = 8
+FINE = tl.constexpr(1024)
+"""Logits whose largest and smallest are noted by the first draw."""
 FEW_ROWS = 16
 """Under this, passes wait for each other rather than for their work: fewer of them, with more pivots in each."""
 FEW, MANY = (16, 1, 6), (4, 3, 10)
@@ -105,21 +110,13 @@ def gumbel(seed, position, token, FAST: tl.constexpr):
 
 
 @triton.jit
-def best_of_chunk(
-    row, chunk, logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, vocab, logits_row,
-    chunks, NOISE: tl.constexpr, SCALED: tl.constexpr, FILTERED: tl.constexpr, EXTREMES: tl.constexpr,
-    FAST: tl.constexpr, BLOCK: tl.constexpr,
+def best_of(
+    row, token, logits, temperatures, lowest, seeds, positions, vocab, logits_row,
+    NOISE: tl.constexpr, SCALED: tl.constexpr, FILTERED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Find the best score of one chunk of a row, and the lowest token that has it.
-
-    ``EXTREMES``: also its largest logit, and the smallest but for -inf.
-    """
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
-    score = tl.load(logits + row * logits_row + token, token < vocab, -float("inf")).to(tl.float32)
-    place = row * chunks + chunk
-    if EXTREMES:
-        tl.store(extremes + 2 * place, tl.max(score, 0))
-        tl.store(extremes + 2 * place + 1, tl.min(tl.where(score > -float("inf"), score, float("inf")), 0))
+    """Return a row's logits at some tokens, the best score of them, and the lowest token that has it."""
+    x = tl.load(logits + row * logits_row + token, token < vocab, -float("inf")).to(tl.float32)
+    score = x
     if NOISE:
         temperature = tl.load(temperatures + row) if SCALED else 1.0
         if temperature > 0:
@@ -130,37 +127,73 @@ def best_of_chunk(
     token = tl.where(score == score, token, -1)  # NaN beats all others, and is no token
     score = tl.where(score == score, score, float("inf"))
     best = tl.max(score, 0)
-    first = tl.min(tl.where(score == best, token, 2147483647), 0)  # the padding's tokens are larger than all others
-    tl.store(best_scores + place, best)
-    tl.store(best_tokens + place, first)
+    # the padding's tokens are larger than all others
+    return x, best, tl.min(tl.where(score == best, token, 2147483647), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def best_of_chunk_kernel(
     logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, listed, count,
-    vocab, logits_row, chunks,
+    vocab, logits_row, chunks, fines,
     NOISE: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr, EXTREMES: tl.constexpr,
     FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each chunk of each row; or, ``LISTED``, some for the rows of a list and what they keep."""
+    """Find the best score of each chunk of each row, and its token. A program is for one; or, ``LISTED``, for some
+    chunks of the rows of a list, and looks where the extremes say that something is kept.
+
+    ``EXTREMES``: also the largest logit of every ``FINE``, or inf if one is NaN, and the smallest but for -inf.
+    """
+    PARTS: tl.constexpr = BLOCK // FINE
     if LISTED:
         for item in range(tl.program_id(0), tl.load(count) * chunks, tl.num_programs(0)):
-            best_of_chunk(
-                tl.load(listed + item // chunks).to(tl.int64), item % chunks, logits, temperatures, lowest, seeds,
-                positions, best_scores, best_tokens, extremes, vocab, logits_row, chunks,
-                NOISE, SCALED, True, EXTREMES, FAST, BLOCK,
-            )  # fmt: skip
+            row, chunk = tl.load(listed + item // chunks).to(tl.int64), item % chunks
+            line = tl.load(lowest + row)
+            top, first = -float("inf"), 2147483647
+            for index in tl.static_range(PARTS):
+                part = chunk * PARTS + index
+                largest = tl.load(extremes + 2 * (row * fines + part), part < fines, -float("inf"))
+                if (part < fines) & ~(largest < line):
+                    _, best, token = best_of(
+                        row, part * FINE + tl.arange(0, FINE), logits, temperatures, lowest, seeds, positions,
+                        vocab, logits_row, NOISE, SCALED, True, FAST,
+                    )  # fmt: skip
+                    first = tl.where(best > top, token, first)
+                    top = tl.maximum(best, top)
+            tl.store(best_scores + row * chunks + chunk, top)
+            tl.store(best_tokens + row * chunks + chunk, first)
     else:
-        best_of_chunk(
-            tl.program_id(0).to(tl.int64), tl.program_id(1),  # int64: row * vocab passes 2**31
-            logits, temperatures, lowest, seeds, positions, best_scores, best_tokens, extremes, vocab, logits_row,
-            chunks, NOISE, SCALED, False, EXTREMES, FAST, BLOCK,
+        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)  # int64: row * vocab passes 2**31
+        x, best, first = best_of(
+            row, chunk * BLOCK + tl.arange(0, BLOCK), logits, temperatures, lowest, seeds, positions,
+            vocab, logits_row, NOISE, SCALED, False, FAST,
         )  # fmt: skip
+        tl.store(best_scores + row * chunks + chunk, best)
+        tl.store(best_tokens + row * chunks + chunk, first)
+        if EXTREMES:
+            part = chunk * PARTS + tl.arange(0, PARTS)
+            at = extremes + 2 * (row * fines + part)
+            tops = tl.reshape(tl.where(x == x, x, float("inf")), (PARTS, FINE))
+            leasts = tl.reshape(tl.where(x > -float("inf"), x, float("inf")), (PARTS, FINE))
+            tl.store(at, tl.max(tops, 1), part < fines)
+            tl.store(at + 1, tl.min(leasts, 1), part < fines)
 
 
 @triton.jit
-def best_of_row_kernel(best_scores, best_tokens, out, listed, count, chunks, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the best of one row's chunks."""
+def key_of(x):
+    """Number a float32 in the order of floats: its magnitude's bits, with its sign. Both zeros are 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit(do_not_specialize_on_alignment=SETTINGS)
+def best_of_row_kernel(
+    best_scores, best_tokens, out, listed, count, extremes, top_k, ranges, chunks, fines,
+    LISTED: tl.constexpr, EXTREMES: tl.constexpr, SHIFT: tl.constexpr, FINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the best of one row's chunks. ``EXTREMES``: also the keys between which the row's line may lie, ``ranges``.
+
+    Of all largest logits of a part, top_k are not below the top_k-th: so the row's line is not below it either.
+    """
     row = tl.program_id(0)
     number = row + 1
     if LISTED:
@@ -172,14 +205,25 @@ def best_of_row_kernel(best_scores, best_tokens, out, listed, count, chunks, LIS
         score = tl.load(best_scores + row * chunks + chunk, chunk < chunks, -float("inf"))
         token = tl.load(best_tokens + row * chunks + chunk, chunk < chunks, 2147483647)
         best = tl.max(score, 0)
-        tl.store(out + row, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64))
-
-
-@triton.jit
-def key_of(x):
-    """Number a float32 in the order of floats: its magnitude's bits, with its sign. Both zeros are 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+        found = (not LISTED) | (best > -float("inf"))  # nothing is kept of a row of -inf alone: its first draw stays
+        tl.store(out + row, tl.min(tl.where(score == best, token, 2147483647), 0).to(tl.int64), found)
+        if EXTREMES:
+            part = tl.arange(0, FINES)
+            at = extremes + 2 * (row * fines + part)
+            tops = tl.load(at, part < fines, -float("inf"))
+            least = tl.min(tl.load(at + 1, part < fines, float("inf")), 0)
+            keys = (key_of(tops) >> SHIFT).to(tl.int64)
+            lo = (key_of(least) >> SHIFT).to(tl.int64)
+            beyond = (key_of(tl.max(tops, 0)) >> SHIFT).to(tl.int64) + 1
+            tl.store(ranges + 2 * row + 1, (beyond - 1).to(tl.int32))
+            k = tl.load(top_k + row)
+            if (k > 0) & (k <= fines):
+                while beyond - lo > 1:  # as many are not below lo, and not as many not below what lies beyond
+                    middle = (lo + beyond) // 2
+                    enough = tl.sum((keys >= middle).to(tl.int32), 0) >= k
+                    lo = tl.where(enough, middle, lo)
+                    beyond = tl.where(enough, beyond, middle)
+            tl.store(ranges + 2 * row, (lo - 1).to(tl.int32))
 
 
 @triton.jit
@@ -204,13 +248,10 @@ def pivot(lo, hi, number, by_value, SHIFT: tl.constexpr, PIVOTS: tl.constexpr):
 
 
 @triton.jit
-def opened(extremes, temperature, top_k, top_p, min_p, vocab, parts, SHIFT: tl.constexpr, PARTS: tl.constexpr):
-    """Return a row's first state: everything down to its smallest logit, or to its min_p."""
-    part = tl.arange(0, PARTS)
-    top = tl.max(tl.load(extremes + 2 * part, part < parts, -float("inf")), 0)
-    least = tl.min(tl.load(extremes + 2 * part + 1, part < parts, float("inf")), 0)
-    lo = (key_of(least) >> SHIFT).to(tl.int64) - 1
-    hi = (key_of(top) >> SHIFT).to(tl.int64)
+def opened(ranges, temperature, top_k, top_p, min_p, vocab, SHIFT: tl.constexpr):
+    """Return a row's first state: everything in its range, or down to its min_p."""
+    lo, hi = tl.load(ranges).to(tl.int64), tl.load(ranges + 1).to(tl.int64)
+    top = value_of(hi, SHIFT)
     if min_p > 0:
         line = key_of(top + temperature * tl.log(min_p)).to(tl.int64)
         lo = tl.maximum(lo, -(-line >> SHIFT) - 1)  # rounded up: the line itself may not be a number of the type
@@ -293,8 +334,8 @@ def filters(temperature, top_k, top_p, min_p, vocab):
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def check_kernel(
-    logits, temperatures, top_k, top_p, min_p, tokens, extremes, verdicts, sums, vocab, logits_row, chunks, parts,
-    SHIFT: tl.constexpr, PARTS: tl.constexpr,
+    logits, temperatures, top_k, top_p, min_p, tokens, ranges, verdicts, sums, vocab, logits_row, chunks,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Add up one chunk's weights above a row's least kept by min_p, and above its drawn token.
 
@@ -306,9 +347,7 @@ def check_kernel(
     verdict = 0
     if filters(temperature, k, share, least, vocab):
         by_count = (k > 0) & (k < vocab)
-        lo, _, weighs, _, _, top = opened(
-            extremes + row * parts * 2, temperature, k, share, least, vocab, parts, SHIFT, PARTS
-        )
+        lo, _, weighs, _, _, top = opened(ranges + row * 2, temperature, k, share, least, vocab, SHIFT)
         token = tl.load(tokens + row)
         drawn = tl.load(logits + row * logits_row + token, token >= 0, 0.0).to(tl.float32)
         if token < 0:
@@ -348,10 +387,9 @@ def list_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SETTINGS)
 def search_kernel(
-    logits, temperatures, top_k, top_p, min_p, extremes, listed, count, state, new_state, sums, new_sums,
-    vocab, logits_row, chunks, parts,
-    FIRST: tl.constexpr, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, BY_VALUE: tl.constexpr,
-    PARTS: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, temperatures, top_k, top_p, min_p, ranges, listed, count, state, new_state, sums, new_sums,
+    vocab, logits_row, chunks,
+    FIRST: tl.constexpr, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, BY_VALUE: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Make one pass over the listed rows: who works at a row settles its last pass anew, then adds up some chunks."""
     words: tl.constexpr = STATE + PIVOTS
@@ -364,9 +402,8 @@ def search_kernel(
         temperature, share = tl.load(temperatures + row), tl.load(top_p + row)
         if FIRST:
             lo, hi, weighs, turn, target, top = opened(
-                extremes + row * parts * 2, temperature, tl.load(top_k + row), share, tl.load(min_p + row),
-                vocab, parts, SHIFT, PARTS,
-            )  # fmt: skip
+                ranges + row * 2, temperature, tl.load(top_k + row), share, tl.load(min_p + row), vocab, SHIFT
+            )
         else:
             lo, hi, weighs, turn, target, top = narrowed(
                 state + row * words, sums + row * chunks * PIVOTS, share, chunks, SHIFT, PIVOTS, CHUNKS
@@ -495,7 +532,7 @@ def choose(
     seeds: Tensor, positions: Tensor, *, filtered: bool,
 ) -> Tensor:  # fmt: skip
     """See ``reference.choose``."""
-    drawn = Draw(logits, temperatures, seeds, positions, extremes=filtered)
+    drawn = Draw(logits, temperatures, seeds, positions, top_k if filtered else None)
     rows, vocab = logits.shape
     if not (filtered and rows):
         return drawn.tokens
@@ -504,8 +541,8 @@ def choose(
     sums = torch.empty(chunks, 2, rows, dtype=torch.float32, device=logits.device)
     settings = (temperatures, top_k, top_p, min_p)
     check_kernel[(rows, chunks)](
-        logits, *settings, drawn.tokens, drawn.extremes, verdicts, sums, vocab, logits.stride(0), chunks, drawn.chunks,
-        SHIFT=SHIFTS[logits.dtype], PARTS=triton.next_power_of_2(drawn.chunks), num_warps=WARPS, **FUSED,
+        logits, *settings, drawn.tokens, drawn.ranges, verdicts, sums, vocab, logits.stride(0), chunks,
+        SHIFT=SHIFTS[logits.dtype], num_warps=WARPS, **FUSED,
     )  # fmt: skip
     list_kernel[(1,)](
         top_k, top_p, verdicts, sums, listed, count, vocab, rows,
@@ -525,7 +562,7 @@ def lowest_kept(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tens
     listed = ((temperatures > 0) & limited).nonzero()[:, 0].int()
     if len(listed):
         count = torch.full((1,), len(listed), dtype=torch.int32, device=logits.device)
-        _search(logits, settings, Draw(logits, extremes=True), listed, count, lowest)
+        _search(logits, settings, Draw(logits, top_k=top_k), listed, count, lowest)
     return lowest
 
 
@@ -546,9 +583,8 @@ def _search(
     for turn in range(passes):  # a pass reads what the one before left, and leaves its own beside it
         old, new = turn % 2, 1 - turn % 2
         search_kernel[(min(rows * chunks, MOST_PROGRAMS),)](
-            logits, *settings, drawn.extremes, listed, count, states[old], states[new], sums[old], sums[new],
-            vocab, row, chunks, drawn.chunks,
-            FIRST=turn == 0, PARTS=triton.next_power_of_2(drawn.chunks), **sizes, **FUSED,
+            logits, *settings, drawn.ranges, listed, count, states[old], states[new], sums[old], sums[new],
+            vocab, row, chunks, FIRST=turn == 0, **sizes, **FUSED,
         )  # fmt: skip
     last = passes % 2
     settle_kernel[(rows,)](
@@ -588,42 +624,49 @@ def log_probs(
 
 
 class Draw:
-    """The best tokens of all rows; with ``seeds`` drawn, at ``temperatures`` or at 1. ``again`` draws some anew."""
+    """The best tokens of all rows; with ``seeds`` drawn, at ``temperatures`` or at 1. ``again`` draws some anew.
+
+    With ``top_k`` (0: no limit) it also finds between which keys the lines of the rows' filters may lie.
+    """
 
     def __init__(
         self, logits: Tensor, temperatures: Tensor | None = None, seeds: Tensor | None = None,
-        positions: Tensor | None = None, *, extremes: bool = False,
+        positions: Tensor | None = None, top_k: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._inputs = (logits, temperatures, seeds, positions)
         rows, vocab = logits.shape
-        self.block = 4096 if rows >= 8 else 1024  # few rows: more programs, or most of the chip has nothing to do
-        self.chunks = triton.cdiv(vocab, self.block)
+        self._block = 4096 if rows >= 8 else 1024  # few rows: more programs, or most of the chip has nothing to do
+        chunks, self._fines = triton.cdiv(vocab, self._block), triton.cdiv(vocab, FINE.value)
         device = logits.device
         self.tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        self._scores = torch.empty(rows, self.chunks, dtype=torch.float32, device=device)
-        self._tokens = torch.empty(rows, self.chunks, dtype=torch.int32, device=device)
-        self.extremes = torch.empty(rows, self.chunks, 2, dtype=torch.float32, device=device) if extremes else None
-        """Largest and smallest logit of each chunk, if asked for."""
+        self._scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+        self._tokens = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+        self._top_k = top_k
+        self._extremes = torch.empty(0 if top_k is None else rows, self._fines, 2, dtype=torch.float32, device=device)
+        self.ranges = torch.empty(len(self._extremes), 2, dtype=torch.int32, device=device)
+        """For each row the largest key that is known to lie below its line, and the key of its largest logit."""
         if rows:
-            self._take((rows, self.chunks), self.extremes)
+            self._take((rows, chunks))
 
     def again(self, listed: Tensor, count: Tensor, lowest: Tensor) -> None:
         """Draw the first ``count`` of the listed rows anew, among the logits from ``lowest`` on."""
-        self._take((min(self._scores.numel(), MOST_PROGRAMS),), None, lowest, listed, count)
+        self._take((min(self._scores.numel(), MOST_PROGRAMS),), lowest, listed, count)
 
     def _take(
-        self, grid: tuple[int, ...], extremes: Tensor | None,
+        self, grid: tuple[int, ...],
         lowest: Tensor | None = None, listed: Tensor | None = None, count: Tensor | None = None,
     ) -> None:  # fmt: skip
         logits, temperatures, seeds, positions = self._inputs
+        chunks, first = self._scores.shape[1], listed is None
+        lists = {"LISTED": not first, "EXTREMES": first and self._top_k is not None}
         best_of_chunk_kernel[grid](
-            logits, temperatures, lowest, seeds, positions, self._scores, self._tokens, extremes, listed, count,
-            logits.shape[1], logits.stride(0), self.chunks,
-            NOISE=seeds is not None, SCALED=temperatures is not None, LISTED=listed is not None,
-            EXTREMES=extremes is not None, FAST=logits.is_cuda and torch.version.hip is None,
-            BLOCK=self.block, num_warps=self.block // 512, **FUSED,
+            logits, temperatures, lowest, seeds, positions, self._scores, self._tokens, self._extremes, listed, count,
+            logits.shape[1], logits.stride(0), chunks, self._fines,
+            NOISE=seeds is not None, SCALED=temperatures is not None, FAST=logits.is_cuda and torch.version.hip is None,
+            BLOCK=self._block, num_warps=self._block // 512, **lists, **FUSED,
         )  # fmt: skip
         best_of_row_kernel[(len(logits),)](
-            self._scores, self._tokens, self.tokens, listed, count, self.chunks,
-            LISTED=listed is not None, BLOCK=triton.next_power_of_2(self.chunks), num_warps=1, **FUSED,
+            self._scores, self._tokens, self.tokens, listed, count, self._extremes, self._top_k, self.ranges,
+            chunks, self._fines, SHIFT=SHIFTS[logits.dtype], FINES=triton.next_power_of_2(self._fines),
+            BLOCK=triton.next_power_of_2(chunks), num_warps=1, **lists, **FUSED,
         )  # fmt: skip
