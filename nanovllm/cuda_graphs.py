@@ -50,14 +50,14 @@ class Message:
     """What differs from step to step, side by side in one piece of memory: pinned on the host, or on the device.
 
     sources, positions, slots, lengths, seeds int64 [rows]; temperatures, top_p, min_p float32 and top_k int32 [rows];
-    shared int32 [MOST_SHARED, 3], rest and owners int32 [MOST_PARTS], decodes int32 [rows + 1, 5] and tables
+    shared int32 [MOST_SHARED, 3], rest and owners int32 [MOST_PARTS], decodes int32 [rows + 1 or more, 5] and tables
     int32 [rows * max_blocks] as the attention backend reads them. ``shared`` and ``rest`` come first and ``tables``
     last, so that a step copies no more of them than it uses.
     """
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device | None = None) -> None:
         sizes = {"shared": 3 * MOST_SHARED, "rest": MOST_PARTS} | dict.fromkeys(INTEGERS, 2 * rows)
-        sizes |= dict.fromkeys(NUMBERS, rows) | {"decodes": (rows + 1) * 5, "owners": MOST_PARTS}
+        sizes |= dict.fromkeys(NUMBERS, rows) | {"decodes": (rows // 4 + 1) * 4 * 5, "owners": MOST_PARTS}
         sizes["tables"] = rows * max_blocks
         words = sum(sizes.values())
         self.memory = torch.zeros(words, dtype=torch.int32, device=device, pin_memory=device is None)

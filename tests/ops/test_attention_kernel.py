@@ -528,3 +528,12 @@ def test_offsets_past_31_bits():
         cache[last] = torch.randn(2, *shape[1:], device=DEVICE).half()
     query = torch.randn(4, 32, 256, device=DEVICE).half()
     check(Case(query, keys, values, [1, 3], [16, 16], [last[:1], last[1:]]))
+
+
+def test_lists_of_a_plan_lie_alike_whatever_their_lengths():
+    for number in range(1, 6):  # or kernels would be compiled anew
+        plan = paged.plan([1] * number + [7], [9] * number + [20], [[0, 1]] * (number + 1), 16, DEVICE)
+        lists = (plan.decodes, plan.owners, plan.pieces, plan.tables)
+        assert [each.storage_offset() * each.element_size() % 16 for each in lists] == [0] * 4
+        assert plan.decodes[:, 1].tolist() == [9] * number and plan.pieces[0].tolist()[:3] == [number, 7, 13]
+        assert plan.tables.tolist() == [0] * number + [0, 1]

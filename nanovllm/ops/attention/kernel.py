@@ -18,9 +18,9 @@ bits may be others.
 
 A cache of float8 holds numbers that have been divided by a scale, one for the keys and one for the values of a head.
 A tile is turned into 16 bits as soon as it is loaded; the scale of the keys is a factor of the scores, that of the
-values a factor of the result. Where nothing is shared float8 is loaded two by two, and the channels of even and of odd
-number are summed apart: what the matrix units multiply comes from shared memory in any order if it has 16 bits, byte by
-byte if it has 8.
+values a factor of the result. Decodes load float8 two by two, and sum the channels of even and of odd number apart:
+what the matrix units multiply comes from shared memory in any order if it has 16 bits, byte by byte if it has 8. For
+prefill, where each tile meets many queries, that is three times as slow.
 """
 
 from typing import NamedTuple
@@ -490,23 +490,12 @@ def _join(
 def _prefill(
     query, keys, values, key_scales, value_scales, out, pieces, tables, factor, row_stride, query_head_stride,
     block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M new tokens of one request, one query head.
 
     Tiles of keys begin at multiples of BLOCK_N, so that a row's numbers do not depend on where its piece begins.
     """
-    PARTS: tl.constexpr = 2 if keys.dtype.element_ty == tl.float8e4nv and HEAD_DIM % 2 == 0 and DIM >= 32 else 1
-    SOME: tl.constexpr = HEAD_DIM // PARTS  # channels of a part
-    WIDTH: tl.constexpr = DIM // PARTS
-    dtype = query.dtype.element_ty
-    if PARTS == 2:
-        dtype = tl.float32 if dtype == tl.float32 else tl.float16
-        keys = keys.to(tl.pointer_type(tl.uint16), bitcast=True)
-        values = values.to(tl.pointer_type(tl.uint16), bitcast=True)
-        block_stride //= 2
-        slot_stride //= 2
-        head_stride //= 2
     head = tl.program_id(0)
     piece = tl.program_id(1)
     row = tl.load(pieces + piece * 4).to(tl.int64)
@@ -519,12 +508,10 @@ def _prefill(
     if key_scales is not None:
         factor *= tl.load(key_scales + kv_head)
     lanes = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, WIDTH)
-    q = ()
-    for index in tl.static_range(PARTS):
-        q_offsets = (row + lanes) * row_stride + head * query_head_stride + index
-        q += (_load_some(query, q_offsets, lanes < size, dtype, SOME, WIDTH, PARTS, True),)
-    mixed = _zeros(BLOCK_M, WIDTH, PARTS)
+    dims = tl.arange(0, DIM)
+    q_offsets = (row + lanes) * row_stride + head * query_head_stride
+    q = _load(query, q_offsets, lanes < size, query.dtype.element_ty, HEAD_DIM, DIM, True)
+    mixed = tl.zeros([BLOCK_M, DIM], tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     stop = position + size
@@ -539,34 +526,28 @@ def _prefill(
         live = start + tl.arange(0, BLOCK_N) < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
-        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
-        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, False)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
+        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
     for start in range(common, stop, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         live = places < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
-        k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
-        v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
+        k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
+        v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, True)
         ages = (position + lanes)[:, None] - places[None, :]  # how far back each key lies
         seen = ages >= 0
         if WINDOW > 0:
             seen = seen & (ages < WINDOW)
-        mixed, weight, top = _update_parts(q, k, v, seen, mixed, weight, top, factor, PARTS, True)
-    pointers = out + ((row + lanes) * num_heads + head) * HEAD_DIM
-    mask = (lanes < size)[:, None] & (dims < SOME)[None, :]
+        mixed, weight, top = _update(q, k, v, seen, mixed, weight, top, factor, True)
+    pointers = out + ((row + lanes)[:, None] * num_heads + head) * HEAD_DIM + dims[None, :]
+    mask = (lanes < size)[:, None] & (dims < HEAD_DIM)[None, :]
     weight = tl.where(lanes < size, weight, 1.0)
-    scale = 1.0
+    result = mixed / weight[:, None]
     if value_scales is not None:
-        scale = tl.load(value_scales + kv_head)
-    for index in tl.static_range(PARTS):
-        result = mixed[index] / weight[:, None] * scale
-        tl.store(pointers[:, None] + (dims * PARTS + index)[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-def _is_nvidia(tensor):
-    return tensor.is_cuda and torch.version.hip is None
+        result *= tl.load(value_scales + kv_head)
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
 
 
 LOG2_E = 1.4426950408889634
@@ -642,7 +623,7 @@ def decode(
             query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
             owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
             ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, AHEAD=ahead,
-            NATIVE=_is_nvidia(query), num_warps=warps, num_stages=stages,
+            NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
             maxnreg=registers, **launch_options(query),
         )  # fmt: skip
     if split:
@@ -663,6 +644,5 @@ def prefill(
     numbers, widths = _widths(query, keys, scale, window)
     _prefill[query.shape[1], pieces.shape[0]](
         query, keys, values, key_scales, value_scales, out, pieces, tables, *numbers, **widths,
-        BLOCK_M=block_m, BLOCK_N=block_n, NATIVE=_is_nvidia(query), num_warps=warps, num_stages=stages,
-        maxnreg=registers,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip

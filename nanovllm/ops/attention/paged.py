@@ -87,6 +87,9 @@ DETERMINISTIC = True
 MAX_HEAD_DIM = 256
 """The widest that the kernels have been run with."""
 
+WORDS = 4
+"""Lists begin at multiples of so many integers: a kernel is compiled anew for each list that lies otherwise."""
+
 QUERY_TILE = 128
 """Rows of a piece: as many as two groups of four warps multiply at once."""
 
@@ -212,11 +215,14 @@ def plan(
     pieces = pieces[np.argsort(-(pieces[:, 1] + pieces[:, 2]), kind="stable")]
 
     on_gpu = device.type == "cuda"
-    arrays = (*(each.ravel() for each in lists), pieces.ravel(), blocks)
+    arrays = [each.ravel() for each in (*lists, pieces, blocks)]
+    edges = np.cumsum([0, *(-(-len(array) // WORDS) * WORDS for array in arrays)]).tolist()
     # the allocator of pinned memory keeps the buffer until the copy is done
-    packed = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=on_gpu)
-    np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
-    sent = torch.split(packed.to(device, non_blocking=True), [len(array) for array in arrays])
+    packed = torch.empty(edges[-1], dtype=torch.int32, pin_memory=on_gpu)
+    for start, array in zip(edges, arrays, strict=False):
+        packed.numpy()[start : start + len(array)] = array
+    there = packed.to(device, non_blocking=True)
+    sent = [there[start : start + len(array)] for start, array in zip(edges, arrays, strict=False)]
 
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     return Plan(
