@@ -76,6 +76,7 @@ class LLM:
         built, self._built = self._built, None
         self._mail.clear()
         if built is not None:
+            built.engine.close()
             built.close()
 
     def __enter__(self) -> "LLM":
@@ -111,6 +112,14 @@ class LLM:
         }
         known = self._alive().generation_config
         return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
+
+    def get_metrics(self) -> list[Any]:
+        """Return what has been counted, as ``nanovllm.metrics`` says. Raises ConfigError if nothing has been."""
+        if self._alive().metrics is None:
+            rule = "no metrics are kept; make an LLM without disable_log_stats, with the folder nanovllm/metrics there."
+            raise ConfigError(rule, parameter="disable_log_stats", value=self.config.disable_log_stats)
+        figures: list[Any] = self._alive().metrics.read()
+        return figures
 
     def generate(
         self,
