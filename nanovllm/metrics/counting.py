@@ -89,8 +89,8 @@ class Metrics:
             if len(spans) != number:
                 num_tokens = output.num_tokens
         else:
-            number = self._sort(drew, computed)
-            num_tokens = output.num_tokens
+            drew = self._sort(drew, computed)
+            number, num_tokens = len(drew), output.num_tokens
         self._seconds[-1][2] += number
         self._drew, self._computed, self._some_ended = drew, computed, False
         self._num_steps += 1
@@ -172,8 +172,8 @@ class Metrics:
                 figures.append(make(PREFIX + name, self.labels | labels, value))
         return figures
 
-    def _sort(self, drew: Sequence[Request], computed: float) -> int:
-        """Book who drew where it is not the same requests as in the step before; return how many did."""
+    def _sort(self, drew: Sequence[Request], computed: float) -> list[Request]:
+        """Book who drew where it is not the same requests as in the step before; return those that had not ended."""
         before = dict.fromkeys(self._drew)
         alive = dict.fromkeys(request for request in drew if request in self._alive)  # else it had ended meanwhile
         came = [request for request in alive if request not in before]
@@ -187,7 +187,7 @@ class Metrics:
         for request in before:
             if request not in alive and request in self._alive:
                 self._paused[request] = self._computed
-        return len(alive)
+        return list(alive)
 
     def _book_prompt(self, request: Request) -> None:
         times = request.metrics
