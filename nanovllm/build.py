@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,9 +43,6 @@ CPU_CACHE_BYTES = 4 * 2**30
 
 CACHE_SCALES = "nanovllm.quantization:cache_scales"
 """What reads the scales of a float8 cache that some checkpoints have."""
-
-METRICS = "nanovllm.metrics:Metrics"
-"""What counts, unless ``disable_log_stats``."""
 
 PACING = "nanovllm.pacing:PacedScheduler"
 """The scheduler for a ``target_itl_ms``."""
@@ -88,8 +84,6 @@ class Built:
     plan: Plan
     generation_config: dict[str, Any]
     model: Any
-    metrics: Any
-    """What counts; None if nothing does."""
     close: Callable[[], None]
     """Ends what memory alone would not: the processes of other ranks."""
 
@@ -150,12 +144,8 @@ def build(config: EngineConfig) -> Built:
         make_matcher=None if tokenizer is None else matchers(tokenizer, limits.eos_token_ids),
         encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
-    counted = not config.disable_log_stats and find_spec(METRICS.partition(":")[0]) is not None
-    metrics = find(METRICS)(scheduler, config, facts) if counted else None
-    if metrics is not None:
-        engine.observers.append(metrics)
     close = (lambda: None) if ranks is None else ranks.close
-    return Built(engine, tokenizer, facts, checkpoint.generation_config, runner.model, metrics, close)
+    return Built(engine, tokenizer, facts, checkpoint.generation_config, runner.model, close)
 
 
 def build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, ranks: Any) -> tuple[ModelRunner, int]:
