@@ -3,6 +3,7 @@
 import ast
 import gzip
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import nanovllm.cli.profile
 from nanovllm import LLM
 from nanovllm.cli import main, rows, timing
 from nanovllm.cli.classes import CLASSES, KERNELS, OPERATORS, OTHER, OURS, kernel_class, operator_class
-from nanovllm.cli.profile import Part, as_parts, kernel_times, sort_kernels, table
+from nanovllm.cli.profile import SETTLED_TOKENS, Part, as_parts, kernel_times, operator_times, sort_kernels, table
 from nanovllm.cli.roofline import Costs, Roof
 from nanovllm.cli.rows import Load
 from nanovllm.config import ModelConfig
@@ -132,6 +133,15 @@ def test_kernels_are_what_the_device_ran():
     assert kernel_times(recorded) == {"attention": (pytest.approx(4e-9), 1)}
 
 
+def test_operators_count_without_those_that_they_call():
+    events = [
+        SimpleNamespace(key="aten::linear", self_cpu_time_total=1e3, cpu_time_total=9e3, count=2),
+        SimpleNamespace(key="aten::addmm", self_cpu_time_total=8e3, cpu_time_total=8e3, count=2),
+    ]
+    recorded = SimpleNamespace(key_averages=lambda: events)
+    assert operator_times(recorded) == {"linear": (pytest.approx(9e-3), 4)}
+
+
 def test_parts_are_those_of_one_step_and_the_rest_is_idle():
     taken = {"linear": (0.004, 20), "attention": (0.002, 4)}
     parts = as_parts(taken, 0.01, 2, {"linear": 0.001, "attention": 0.0005}, "idle")
@@ -216,6 +226,8 @@ def test_nothing_is_left_in_the_engine(tiny, capsys, monkeypatch):
     def walk(llm, *arguments):
         found = plain(llm, *arguments)
         engine = llm.llm_engine
+        starts = [start for step in found[1] for start, *_ in step]
+        assert min(starts) == 128 // 16 + SETTLED_TOKENS - 1, "every request has its first tokens"
         seen.append((engine.has_unfinished_requests, len(engine.observers), engine.scheduler.blocks.num_held))
         return found
 
@@ -248,6 +260,15 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(tiny, capsys, monk
 def test_work_that_does_not_fit_is_no_profile(tiny, capsys):
     assert main(["profile", "--device", "cpu", "-o", "max_model_len=8", "--steps", "2", "--row", "batch1"]) == 2
     assert "max_model_len" in capsys.readouterr().err
+
+
+def test_the_pages_commands_can_be_given(monkeypatch):
+    page = (Path(nanovllm.__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    commands = [line.strip() for line in page.splitlines() if line.startswith("    nanovllm profile")]
+    asked = []
+    monkeypatch.setattr(nanovllm.cli.profile, "run", lambda args: asked.append(args) or 0)
+    assert [main(shlex.split(command)[1:]) for command in commands] == [0] * 4
+    assert all(args.row in rows.ROWS for args in asked)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """What is counted is what happens: against an observer that looks at each request, in random workloads and by hand."""
 
 import asyncio
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -287,6 +289,16 @@ def test_vllms_names_are_those_that_its_dashboards_ask_for():
         request_params_n request_params_max_tokens iteration_tokens_total cache_config_info
     """
     assert {name for name, about in METRICS.items() if about.vllm} == set(asked.split())
+
+
+def test_the_page_lists_what_there_is():
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \| [^|]+ \| [^|]+ \| (yes|no) \|$", page, re.MULTILINE)
+    known = [(name, about.kind.__name__.lower(), "yes" if about.vllm else "no") for name, about in METRICS.items()]
+    assert rows == known
+    for name in re.findall(r"nanovllm:(\w+)", page):
+        bare = re.sub("_(total|bucket|sum|count)$", "", name)
+        assert {name, bare} & set(METRICS), name
 
 
 def test_switched_off_nothing_is_counted_and_asking_says_so(open_llm):
