@@ -22,7 +22,6 @@ ALIASES = {"kvcache_block_size": "block_size", "num_kvcache_blocks": "num_gpu_bl
 IGNORED = {
     "trust_remote_code": "code from a model's folder is never run",
     "swap_space": "preempted requests are computed again, not swapped",
-    "disable_log_stats": "figures are always kept",
     "enable_chunked_prefill": "prefills are always split to fit max_num_batched_tokens",
 }
 """Options of vLLM that are accepted, with a warning when they ask for something, because scripts carry them."""
@@ -114,6 +113,8 @@ class EngineConfig:
     """Of what log-probabilities are: "raw_logprobs" of the model's logits, "processed_logprobs" of those that are drawn
     from, after all that the sampling parameters do; "raw_logits" and "processed_logits" return these themselves."""
     quantization: str | None = None
+    disable_log_stats: bool = False
+    """Count nothing: ``get_metrics`` then raises, and no advice is logged."""
     use_tqdm_on_load: bool = True
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
 from torch import Tensor
@@ -26,6 +27,8 @@ from nanovllm.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+METRICS = "nanovllm.metrics:Metrics"
+"""What counts, unless ``disable_log_stats``."""
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 SCORE = "nanovllm.scoring:score"
 
@@ -69,6 +72,10 @@ class LLM:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
         self._built: Built | None = build(self.config)
+        self._metrics: Any = None
+        if not self.config.disable_log_stats and find_spec(METRICS.partition(":")[0]) is not None:
+            self._metrics = find(METRICS)(self.llm_engine.scheduler, self.config, self._alive().plan)
+            self.llm_engine.observers.append(self._metrics)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
 
     def close(self) -> None:
@@ -76,6 +83,7 @@ class LLM:
         built, self._built = self._built, None
         self._mail.clear()
         if built is not None:
+            built.engine.close()
             built.close()
 
     def __enter__(self) -> "LLM":
@@ -111,6 +119,14 @@ class LLM:
         }
         known = self._alive().generation_config
         return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
+
+    def get_metrics(self) -> list[Any]:
+        """Return what has been counted, as ``nanovllm.metrics`` says. Raises ConfigError if nothing has been."""
+        self._alive()
+        if self._metrics is None:
+            rule = "no metrics are kept; make an LLM without disable_log_stats, with the folder nanovllm/metrics there."
+            raise ConfigError(rule, parameter="disable_log_stats", value=self.config.disable_log_stats)
+        return list(self._metrics.read())
 
     def generate(
         self,

@@ -71,6 +71,10 @@ class AsyncLLM:
         """Return the model's tokenizer; see ``LLM.get_tokenizer``."""
         return self._llm.get_tokenizer()
 
+    def get_metrics(self) -> list[Any]:
+        """Return what has been counted; see ``LLM.get_metrics``. Any thread may ask, and nobody waits."""
+        return self._llm.get_metrics()
+
     def generate(
         self,
         prompt: Prompt,

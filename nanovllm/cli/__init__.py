@@ -1,4 +1,4 @@
-"""The command ``nanovllm``: generate, chat, info and bench in a terminal.
+"""The command ``nanovllm``: generate, chat, info, bench and profile in a terminal.
 
 This file reads the arguments; each command is a module that is imported when it is run, because torch takes
 a second or two to import and ``--help`` should not.
@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from nanovllm.cli.arguments import add_bench, add_chat, add_generate, add_info
+from nanovllm.cli.arguments import add_bench, add_chat, add_generate, add_info, add_profile
 from nanovllm.errors import NanoError
 
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "nanovllm.cli.chat:run",
     "info": "nanovllm.cli.info:run",
     "bench": "nanovllm.cli.bench:run",
+    "profile": "nanovllm.cli.profile:run",
 }
 
 BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_generate, add_chat, add_info, add_bench):
+    for add in (add_generate, add_chat, add_info, add_bench, add_profile):
         add(commands)
     return parser
 

@@ -80,6 +80,33 @@ def add_bench(commands: Commands) -> None:
     _add_engine(parser)
 
 
+def add_profile(commands: Commands) -> None:
+    """Add ``nanovllm profile``."""
+    parser = _command(commands, "profile", "say where the time of a step goes, and write a trace")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="what to answer, instead of a row's random tokens; needs a model"
+    )
+    parser.add_argument(
+        "--model", "-m", metavar="MODEL",
+        help="a folder, a .gguf file, a built-in name or a hub name like owner/name; default: random weights in the "
+        f"shapes of Qwen3-0.6B on a GPU, of a small model on a CPU; with prompts {DEFAULT_MODEL}",
+    )  # fmt: skip
+    parser.add_argument("--row", default="batch8", metavar="NAME", help="a row of nanovllm bench; default: %(default)s")
+    parser.add_argument(
+        "--scale", type=_above_zero, metavar="X", help="as for nanovllm bench; default: 1 on a GPU, 1/16 on a CPU"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=16, metavar="N", help="steps to record; default: %(default)s"
+    )
+    parser.add_argument(
+        "--from-start", action="store_true",
+        help="record the first steps, in which prompts are computed; default: once every request decodes",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE", help="write a trace for Perfetto or TensorBoard: .json or .json.gz")
+    parser.add_argument("--json-only", action="store_true", help="print the line of JSON and nothing else")
+    _add_engine(parser)
+
+
 MODEL_HELP = "a folder, a .gguf file, a built-in name or a hub name like owner/name; default: %(default)s"
 
 

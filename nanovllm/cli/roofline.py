@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +139,28 @@ class Costs:
             + 2 * len(load.prompts) * head
             + self._attention_flops(attended),
         )
+
+    def steps(self, steps: Sequence[Sequence[tuple[int, int, bool]]], shared: int = 0) -> tuple[Work, Work]:
+        """Add up steps given as spans (start, stop, whether a token is drawn): (products of matrices, attention).
+
+        The first ``shared`` tokens of all requests are the same, and read once a step.
+        """
+        spans = [span for step in steps for span in step]
+        tokens, drawn = sum(stop - start for start, stop, _ in spans), sum(samples for *_, samples in spans)
+        head = self.config.vocab_size * self.config.hidden_size
+        products = Work(
+            num_bytes=len(steps) * self._read_parameters * self.weight_itemsize,
+            num_flops=2 * tokens * (self._read_parameters - head) + 2 * drawn * head,
+        )
+        read = attended = 0
+        for window, layers in Counter(self.config.windows).items():
+            attended += layers * sum(_triangle(stop, window) - _triangle(start, window) for start, stop, _ in spans)
+            for step in steps:  # a span of several tokens reads what the first of them sees, and what follows
+                read += layers * sum(min(stop, (window or stop) + stop - start - 1) for start, stop, _ in step)
+                sharing = sum(start >= shared for start, *_ in step)
+                read -= layers * min(shared, window or shared) * max(0, sharing - 1)
+        token_bytes = 2 * self.config.num_kv_heads * self.config.head_dim * self.cache_itemsize
+        return products, Work(num_bytes=read * token_bytes, num_flops=self._attention_flops(attended))
 
     @property
     def _read_parameters(self) -> int:

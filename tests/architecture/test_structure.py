@@ -293,18 +293,22 @@ GENERATE = """
 import json, sys
 # an editable installation has a finder that would bring the deleted rooms back
 sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
-from nanovllm import LLM, CheckpointError, SamplingParams
+from nanovllm import LLM, CheckpointError, ConfigError, SamplingParams
 
 options = dict(load_format="dummy", skip_tokenizer_init=True, dtype="float32", device="cpu", num_gpu_blocks_override=8)
 with LLM(sys.argv[1], **options) as llm:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     outputs = llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
+    try:
+        counted = llm.get_metrics()
+    except ConfigError as error:
+        counted = str(error)
 try:
     LLM("somebody/some-model")
     refused = ""
 except CheckpointError as error:
     refused = str(error)
-print(json.dumps([[output.token_ids for output in outputs], refused]))
+print(json.dumps([[output.token_ids for output in outputs], refused, counted]))
 """
 
 
@@ -314,10 +318,11 @@ def test_the_core_generates_with_every_room_deleted(tmp_path):
     assert not left & set(ROOMS) and "llm.py" in left
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
-    tokens, refused = python(GENERATE, tmp_path, tmp_path / "model")
+    tokens, refused, counted = python(GENERATE, tmp_path, tmp_path / "model")
     assert [len(each) for each in tokens] == [5, 5]
     assert all(0 <= token < 61 for each in tokens for token in each)
     assert "nanovllm.hub" in refused, "without the room its job is refused by name"
+    assert "nanovllm/metrics" in counted
 
 
 # --- size -------------------------------------------------------------------------------------------------------

@@ -56,6 +56,18 @@ def test_two_ranks_give_the_tokens_of_one(open_llm, llama):
         assert_same(llama.generate(PROMPTS, GREEDY, use_tqdm=False), one.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
+def test_rank_0_counts_for_both(llama):
+    names = ("nanovllm:generation_tokens", "nanovllm:num_steps")
+
+    def counted():
+        return {each.name: each.value for each in llama.get_metrics() if each.name in names}
+
+    before = counted()
+    llama.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    grown = {name: value - before[name] for name, value in counted().items()}
+    assert grown == {"nanovllm:generation_tokens": 10, "nanovllm:num_steps": 5}
+
+
 @pytest.mark.parametrize(("name", "size"), [("qwen2", 2), ("llama", 4)])
 def test_key_value_heads_on_several_ranks(open_llm, name, size):
     with open_llm(name, 1) as one:
