@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 SCORE = "nanovllm.scoring:score"
+TRACE = "nanovllm.trace.file:TraceFile"
 
 Priority = int | Sequence[int] | None
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -68,7 +69,10 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
+        trace = None if self.config.trace is None else find(TRACE)(self.config.trace)  # before anything is loaded
         self._built: Built | None = build(self.config)
+        if trace is not None:
+            trace.begin(self, self._built, self.config)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
 
     def close(self) -> None:
@@ -76,6 +80,7 @@ class LLM:
         built, self._built = self._built, None
         self._mail.clear()
         if built is not None:
+            built.engine.close()
             built.close()
 
     def __enter__(self) -> "LLM":
