@@ -150,7 +150,10 @@ class Recorder(Observer):
                 self._read_journal()
                 moments = (times.began, times.decided, times.submitted, times.awaited, times.computed, times.settled)
                 self._settle(step, [self._at(moment) for moment in moments])
-                self._leave_if_full()
+            elif self._full:  # a later one is settled, so those that are recorded and not settled never will be
+                while self._under_way:
+                    self._fail(self._under_way.popleft(), INTERRUPTED)
+            self._leave_if_full()
 
     def on_failure(self, output: SchedulerOutput, error: Exception) -> None:
         """Write down that nothing came of a step, and why."""
@@ -233,7 +236,7 @@ class Recorder(Observer):
         self._num_bytes += len(json.dumps({**row, "prompt": request.prompt_token_ids}))
 
     def _decide(self, output: SchedulerOutput) -> None:
-        self._read_journal()
+        self._read_journal(output)
         if not (output.spans or output.preempted or output.finished):
             return
         index, places = len(self._steps), self._alive
@@ -367,11 +370,12 @@ class Recorder(Observer):
                 events += (code, block.index, NOBODY)
         return events
 
-    def _read_journal(self) -> None:
-        """Move the journal into the events, with the request of each.
+    def _read_journal(self, output: SchedulerOutput | None = None) -> None:
+        """Move the journal into the events, with the request of each; ``output`` is the decision that has been made.
 
         Between two readings a request's table grows, or goes, or comes: so its length tells what happened. Pins come
-        before a decision, so that requests own the last of the events that a block has had.
+        before a decision, so that requests own the last of the events that a block has had, and those that are admitted
+        together theirs in the order of the spans.
         """
         journal = self._blocks.journal
         if not journal:
@@ -379,14 +383,17 @@ class Recorder(Observer):
         self._blocks.journal = []
         gained: dict[int, list[int]] = {}
         lost: dict[int, list[int]] = {}
-        for request, place in self._alive.items():
-            before, now = self._tables.get(request, []), request.block_ids
-            if len(before) != len(now):
-                for block in now[len(before) :]:
-                    gained.setdefault(block, []).append(place)
-                for block in before[len(now) :]:
-                    lost.setdefault(block, []).append(place)
-                self._tables[request] = list(now)
+        changed = [each for each in self._alive if len(each.block_ids) != len(self._tables.get(each, ()))]
+        if output is not None and len(changed) > 1:
+            order = {span.request: place for place, span in enumerate(output.spans)}
+            changed.sort(key=lambda request: order.get(request, NOBODY))
+        for request in changed:
+            before, now, place = self._tables.get(request, []), request.block_ids, self._alive[request]
+            for block in now[len(before) :]:
+                gained.setdefault(block, []).append(place)
+            for block in before[len(now) :]:
+                lost.setdefault(block, []).append(place)
+            self._tables[request] = list(now)
         owners, takes = [NOBODY] * len(journal), dict[int, int]()
         for i in range(len(journal) - 1, -1, -1):
             name, block = journal[i]
