@@ -44,6 +44,8 @@ class Replay:
         """Blocks of each request that holds some, in the order of its tokens."""
         self.last_reader = [NOBODY] * self.num_blocks
         """The request that has held each block last, as far as it was one."""
+        self.admitted: set[int] = set()
+        """The requests that the last step has admitted."""
         self._waiting: set[int] = set()
         self._running: set[int] = set()
 
@@ -80,9 +82,9 @@ class Replay:
         step = self.steps[self.step]
         self.apply(step["blocks"])
         self._waiting.update(self._queued[self.step])
-        admitted = {span[0] for span in step["spans"]}
-        self._waiting -= admitted
-        self._running |= admitted
+        self.admitted = {span[0] for span in step["spans"]} - self._running
+        self._waiting -= self.admitted
+        self._running |= self.admitted
         self._running.difference_update(step["preempted"])
         self._waiting.update(step["preempted"])
         self._waiting.difference_update(self._gone[self.step])
