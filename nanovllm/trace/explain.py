@@ -37,7 +37,18 @@ ENDS = {
 MOST_NAMED = 6
 """Chunks or requests that are named one by one; of more, the others are counted."""
 
-COLUMNS = ("request", "prompt", "cached", "drawn", "waited s", "first token s", "total s", "tokens/s", "preempted", "end")
+COLUMNS = (
+    "request",
+    "prompt",
+    "cached",
+    "drawn",
+    "waited s",
+    "first token s",
+    "total s",
+    "tokens/s",
+    "preempted",
+    "end",
+)
 
 
 @dataclass(slots=True)
@@ -203,7 +214,7 @@ def words(recording: Recording, story: Story) -> str:
         lines.append(f"preempted {counted(len(story.preempted), 'time')}: {', '.join(each)}"
                      + (f" and {more} more" if more else "")
                      + "; what the cache had not kept was computed again")  # fmt: skip
-    lines += _times(request, story)
+    lines += _times(request, story, cpu=recording["engine"].get("device") == "cpu")
     lines.append(_end(request, story))
     return "\n  ".join(lines)
 
@@ -223,7 +234,7 @@ def _waited(request: dict[str, Any], story: Story) -> str:
     return line
 
 
-def _times(request: dict[str, Any], story: Story) -> list[str]:
+def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
     total = story.until - request["arrived"]
     lines = []
     if story.first_token is not None:
@@ -240,7 +251,7 @@ def _times(request: dict[str, Any], story: Story) -> list[str]:
         line = (f"{story.num_crowded} of its {counted(story.num_decodes, 'decode')} shared the step with prompts of "
                 f"others, {seconds(story.crowded // story.num_crowded)} each")  # fmt: skip
         lines.append(line + (f"; the others {seconds((story.decode - story.crowded) // alone)}" if alone else ""))
-    if story.device:
+    if story.device and not cpu:  # where the host is the device, it does not wait
         share = story.device / max(1, story.prefill + story.decode)
         lines.append(f"in its steps the host only waited for the device for {seconds(story.device)} ({share:.0%})")
     return lines

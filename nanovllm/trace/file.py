@@ -1,4 +1,4 @@
-"""Where a recording goes: the files of ``LLM(..., trace=...)``, checked before a model is loaded, written at the end."""
+"""The files of ``LLM(..., trace=...)``: checked before a model is loaded, written when the engine is closed."""
 
 import json
 import logging
@@ -73,7 +73,7 @@ class TraceFile:
         weakref.finalize(owner, recorder.close)
 
     def write(self, recording: Recording) -> None:
-        """Write all files, each as a whole or not at all. A failure is an error in the log: results must not be lost."""
+        """Write all files, each whole or not at all. A failure is an error in the log: results must not be lost."""
         try:
             if self.beside is None:
                 replace(self.path, dump(recording))

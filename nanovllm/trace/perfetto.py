@@ -1,7 +1,8 @@
 """A recording in the Chrome trace format, for Perfetto and chrome://tracing.
 
     engine     decide submit wait settle   the host's parts of each step, a row for each
-               device                      from submitted to computed, one step after the other
+               device                      from submitted to computed, one step after the other; a CPU is at work from
+                                           the decision on
     requests   a row for each request      waiting, prefill [a, b), decode n tokens; marks where it was preempted
     counters   blocks, requests, tokens    after each decision
 
@@ -49,6 +50,7 @@ def _names(recording: Recording) -> Iterator[Event]:
 
 def _steps(recording: Recording) -> Iterator[Event]:
     free = 0  # when the device has done what came before
+    begins = 1 if recording["engine"].get("device") == "cpu" else 2
     for number, step in enumerate(recording["steps"]):
         times = step["t"]
         if not step["spans"]:
@@ -62,7 +64,7 @@ def _steps(recording: Recording) -> Iterator[Event]:
             about["failed"] = step["failed"]
         for row, (name, (first, last)) in enumerate(PARTS.items(), 1):
             yield _slice(name, ENGINE, row, times[first], times[last], about)
-        start = max(times[2], free)
+        start = max(times[begins], free)
         free = max(times[4], start)
         yield _slice(f"step {number}", ENGINE, DEVICE, start, free, about)
 

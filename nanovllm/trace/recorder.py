@@ -13,7 +13,8 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import datetime, timezone
 from enum import Enum
@@ -128,13 +129,13 @@ class Recorder(Observer):
 
     def on_arrival(self, request: Request) -> None:
         """Write down who came, with what."""
-        with self._lock:
+        with self._writing():
             if not self._full:
                 self._arrive(request)
 
     def on_decision(self, output: SchedulerOutput) -> None:
         """Write down what is computed next, and what became of blocks since the last time."""
-        with self._lock:
+        with self._writing():
             if not self._full and (self._num_bytes >= self._max_bytes or len(self._steps) >= self._max_steps):
                 self._fill()
             if self._full:
@@ -144,7 +145,7 @@ class Recorder(Observer):
 
     def on_step(self, output: SchedulerOutput, times: StepTimes) -> None:
         """Write down what a step drew, and when."""
-        with self._lock:
+        with self._writing():
             step = self._pop(output)
             if step is not None:
                 self._read_journal()
@@ -157,7 +158,7 @@ class Recorder(Observer):
 
     def on_failure(self, output: SchedulerOutput, error: Exception) -> None:
         """Write down that nothing came of a step, and why."""
-        with self._lock:
+        with self._writing():
             step = next((each for each in self._under_way if each.output is output), None)
             if step is not None:
                 self._under_way.remove(step)
@@ -167,7 +168,7 @@ class Recorder(Observer):
 
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
-        with self._lock:
+        with self._writing():
             self._read_journal()
             if request in self._alive and (not self._full or request in self._ended_by):
                 self._end(request)
@@ -199,6 +200,16 @@ class Recorder(Observer):
             "tail": self._events,
             "dropped_steps": self.dropped_steps,
         }
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the lock; whatever goes wrong ends the recording, for a journal that nobody reads only grows."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._full, self._blocks.journal = True, None
+                raise
 
     def _at(self, moment: float) -> int:
         return max(0, round((moment - self._start) * 1e6))

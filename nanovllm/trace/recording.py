@@ -29,8 +29,8 @@ one into ``steps``.
         "preempted": [request, ...],
         "wait": null | "budget" | "seqs" | "blocks" | "preempted",   why the head of the queue was not admitted; null:
                                     nobody waits
-        "blocks": [code, block, request, ...],   flat: what happened to blocks since the decision before, in order, up to
-                                    and including this step's decision
+        "blocks": [code, block, request, ...],   flat: what happened to blocks since the decision before, in order, up
+                                    to and including this step's decision
         "top": {"<request>": [[token, logprob], ...]},   of what it drew, that token first; only if logprobs were asked
                                     for
         "failed": "message"         only if it failed or was interrupted: then nothing came of it
@@ -40,8 +40,8 @@ one into ``steps``.
     }
 
 A decision without a span is a step, with all its times the same, if it preempted or ended somebody. Codes of events,
-as in ``BlockManager.journal``; request -1: nobody's (a pin, a reset). What was evicted is told of the request that takes
-the block.
+as in ``BlockManager.journal``; request -1: nobody's (a pin, a reset). What was evicted is told of the request that
+takes the block. A recording may begin with blocks that are cached or pinned: then step 0 has events of theirs.
 
     0 take    one reader; from the blank blocks, or after an evict and a forget
     1 hold    one reader more; leaves the list of cached blocks if it had none

@@ -102,7 +102,7 @@ class Replay:
         """Let block events happen, as ``forward`` does; ``tail`` is what comes after the last step."""
         codes, blocks, owners = iter(events[::3]), iter(events[1::3]), iter(events[2::3])
         for code, block, request in zip(codes, blocks, owners, strict=True):
-            if code == TAKE or code == HOLD:
+            if code in (TAKE, HOLD):
                 self.num_held += self.readers[block] == 0
                 self.readers[block] += 1
                 self.cached.pop(block, None)
