@@ -106,12 +106,13 @@ def stories(recording: Recording) -> list[Story]:
             found[place].preempted.append((replay.step, other))
             since[place] = began
         for place in replay.admitted:
-            found[place].waiting += max(0, began - since[place])
+            until = requests[place]["ended"]
+            found[place].waiting += max(0, (began if until is None else min(began, until)) - since[place])
             found[place].num_admissions += 1
             if found[place].admitted is None:
                 found[place].admitted = replay.step
                 _note_sharers(found[place], replay, readers)
-        _note_spans(found, replay, max(0, ended - began))
+        _note_spans(found, replay, began)
         for rank, place in enumerate(replay.waiting):
             if rank == 0 and step["wait"] is not None:
                 found[place].reasons[step["wait"]] += 1
@@ -125,12 +126,14 @@ def stories(recording: Recording) -> list[Story]:
     return found
 
 
-def _note_spans(found: list[Story], replay: Replay, length: int) -> None:
+def _note_spans(found: list[Story], replay: Replay, began: int) -> None:
     step = replay.steps[replay.step]
     kinds = {place: kind(replay.requests[place], start, stop) for place, start, stop, _ in step["spans"]}
     crowded = "prefill" in kinds.values()
     for place, start, stop, token in step["spans"]:
-        story = found[place]
+        story, ended = found[place], replay.requests[place]["ended"]
+        # where steps overlap, one may be settled when the request has ended
+        length = max(0, (step["t"][5] if ended is None else min(step["t"][5], ended)) - began)
         story.device += min(length, step["t"][4] - step["t"][3])
         if kinds[place] == "prefill":
             story.chunks.append((replay.step, start, stop))
@@ -223,8 +226,8 @@ def _waited(request: dict[str, Any], story: Story) -> str:
     if story.admitted is None:
         line = f"never admitted: came before step {request['before_step']}, waited {seconds(story.waiting)}"
     else:
-        again = f" (and after being preempted, {seconds(story.waiting)} in all)" if story.num_admissions > 1 else ""
-        waited = "" if story.num_admissions > 1 else f", after {seconds(story.waiting)}"
+        again = f" (and after being preempted, {seconds(story.waiting)} in all)" if story.preempted else ""
+        waited = "" if story.preempted else f", after {seconds(story.waiting)}"
         line = f"came before step {request['before_step']}, was admitted in step {story.admitted}{waited}{again}"
     reasons = [f"{counted(number, 'step')} because {REASONS[name]}" for name, number in story.reasons.most_common()]
     if reasons:

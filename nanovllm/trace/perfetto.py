@@ -97,23 +97,24 @@ def _requests(recording: Recording) -> Iterator[Event]:
             lanes[place].append(_event("i", "preempted", REQUESTS, place + 1, ts=decided, s="t", args={"step": number}))
             waits[place], until[place] = True, max(until[place], decided)
         for place, start, stop, token in step["spans"]:
-            lane, row = lanes[place], place + 1
+            lane, row, ended = lanes[place], place + 1, requests[place]["ended"]
+            end = settled if ended is None else min(settled, ended)  # it may end before the last of its steps
             if waits[place]:
-                start_time = max(until[place], decided)
+                start_time = max(until[place], min(decided, end))
                 lane.append(_slice("waiting", REQUESTS, row, until[place], start_time, {}))
                 waits[place], until[place] = False, start_time
             what = kind(requests[place], start, stop)
             last = lane[-1]
             if what == "decode" and last["args"].get("kind") == "decode":
-                last["dur"] = max(last["dur"], settled - last["ts"])
+                last["dur"] = max(last["dur"], end - last["ts"])
                 last["args"]["tokens"] += token >= 0
                 last["args"]["steps"] += 1
                 last["name"] = f"decode {last['args']['tokens']} tokens"
             else:
                 name = f"prefill [{start}, {stop})" if what == "prefill" else f"decode {int(token >= 0)} tokens"
                 about = {"kind": what, "tokens": stop - start if what == "prefill" else int(token >= 0), "steps": 1}
-                begin = max(until[place], began)
-                lane.append(_slice(name, REQUESTS, row, begin, max(begin, settled), {**about, "first step": number}))
+                begin = max(until[place], min(began, end))
+                lane.append(_slice(name, REQUESTS, row, begin, max(begin, end), {**about, "first step": number}))
             until[place] = lane[-1]["ts"] + lane[-1]["dur"]
     for place, request in enumerate(requests):
         ended = request["ended"]

@@ -315,9 +315,9 @@ class Recorder(Observer):
         return best
 
     def _fail(self, step: Step, message: str) -> None:
-        step.facts["t"][2:] = [self._now()] * 4
         step.facts["failed"] = message
-        if message is not INTERRUPTED:
+        if message not in (INTERRUPTED, UNSETTLED):  # of these nobody knows when it was
+            step.facts["t"][3:] = [self._now()] * 3
             for span in step.output.spans:
                 if not span.request.is_finished:
                     self._ended_by.setdefault(span.request, step.index)
