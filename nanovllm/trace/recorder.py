@@ -77,8 +77,8 @@ class Recorder(Observer):
 
     Memory: ``max_bytes`` of JSON and ``max_steps`` steps. When either is reached, no more steps are recorded, which the
     log says once; those kept are complete, and ``dropped_steps`` counts the others. It records what is computed anyway
-    and changes nothing: candidates only of requests that asked for ``logprobs``. Cost: some microseconds a step and
-    about one for each span, on the engine's thread.
+    and changes nothing: candidates only of requests that asked for ``logprobs``. Cost on the engine's thread: some
+    two microseconds for each span, measured with 32 a step.
     """
 
     def __init__(
