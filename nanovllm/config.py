@@ -112,6 +112,9 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     """Of what log-probabilities are: "raw_logprobs" of the model's logits, "processed_logprobs" of those that are drawn
     from, after all that the sampling parameters do; "raw_logits" and "processed_logits" return these themselves."""
+    trace: str | None = None
+    """Record every step, and write the recording when the engine is closed: "run.html" is a page to watch it on, with
+    "run.json" for viewers of Chrome traces beside it; "run.recording.json" is the recording alone."""
     quantization: str | None = None
     disable_log_stats: bool = False
     """Count nothing: ``get_metrics`` then raises, and no advice is logged."""

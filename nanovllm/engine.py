@@ -285,6 +285,7 @@ class LLMEngine:
     def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
         """End the requests of a step that failed; return what the caller is told."""
         self._stalled = True
+        self._tell("on_failure", output, error)
         failed = [span.request for span in output.spans if not span.request.is_finished]
         for request in failed:
             self._abort(request, "error")

@@ -31,6 +31,7 @@ METRICS = "nanovllm.metrics:Metrics"
 """What counts, unless ``disable_log_stats``."""
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 SCORE = "nanovllm.scoring:score"
+TRACE = "nanovllm.trace.file:TraceFile"
 
 Priority = int | Sequence[int] | None
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -71,11 +72,14 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
+        trace = None if self.config.trace is None else find(TRACE)(self.config.trace)  # before anything is loaded
         self._built: Built | None = build(self.config)
         self._metrics: Any = None
         if not self.config.disable_log_stats and find_spec(METRICS.partition(":")[0]) is not None:
             self._metrics = find(METRICS)(self.llm_engine.scheduler, self.config, self._alive().plan)
             self.llm_engine.observers.append(self._metrics)
+        if trace is not None:
+            trace.begin(self, self._built, self.config)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A port for whoever watches the engine: metrics, a recording, a live picture. They see everything and change nothing.
 
             add_request      decide          compute        settle
-observer    on_arrival       on_decision                    on_step          on_end, of each request
+observer    on_arrival       on_decision    (on_failure)    on_step          on_end, of each request
 clock                        began  decided  .. submitted   awaited  computed  settled
 """
 
@@ -42,6 +42,9 @@ class Observer(Protocol):
 
     def on_step(self, output: SchedulerOutput, times: StepTimes) -> None:
         """See a step settled: what it drew stands in its requests."""
+
+    def on_failure(self, output: SchedulerOutput, error: Exception) -> None:
+        """See a step fail: nothing came of it, and its requests end now."""
 
     def on_end(self, request: Request) -> None:
         """See a request that has ended, for whatever reason, and holds no block any more."""

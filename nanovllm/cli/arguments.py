@@ -23,13 +23,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_generate(commands: Commands) -> None:
     """Add ``nanovllm generate``."""
     parser = _command(commands, "generate", "answer prompts: those given, else those on standard input, one a line")
-    parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input is read if there is none"
-    )
-    _add_model(parser)
-    _add_sampling(parser)
-    parser.add_argument("--chat", action="store_true", help="each prompt is what a user says: use the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the system message says")
+    _add_prompts(parser)
+    _add_recording(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--quiet", action="store_true", help="print the answers and nothing else")
     form.add_argument("--json", action="store_true", help="print one JSON object a line for each prompt")
@@ -40,9 +35,31 @@ def add_chat(commands: Commands) -> None:
     parser = _command(commands, "chat", "talk with a model in the terminal")
     _add_model(parser)
     _add_sampling(parser)
+    _add_recording(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the system message says")
     # A conversation wants longer answers than the API's 64 tokens, and small models ramble at temperature 1.
     parser.set_defaults(max_tokens=512, temperature=0.6)
+
+
+def add_trace(commands: Commands) -> None:
+    """Add ``nanovllm trace``."""
+    parser = _command(commands, "trace", "answer prompts, and write down every step: a page to watch it on")
+    _add_prompts(parser, output=True)
+    parser.add_argument(
+        "--output", dest="trace", default="run.html", metavar="FILE",
+        help=f"{RECORDING_HELP}; default: %(default)s; -o FILE is the same",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alternatives", type=_positive, default=5, metavar="N",
+        help="tokens that might have come instead, to be shown with their probabilities; default: %(default)s",
+    )  # fmt: skip
+
+
+def add_explain(commands: Commands) -> None:
+    """Add ``nanovllm explain``."""
+    parser = _command(commands, "explain", "say what became of a request, and where its time went")
+    parser.add_argument("file", metavar="FILE", help="a page or a .recording.json, as trace wrote it")
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="its id; without it: a table of all")
 
 
 def add_info(commands: Commands) -> None:
@@ -76,6 +93,7 @@ def add_bench(commands: Commands) -> None:
     group.add_argument("--num-requests", type=_positive, metavar="N", help="256 at scale 1")
     group.add_argument("--min-len", type=_positive, metavar="N", help="shortest prompt and output; 100 at scale 1")
     group.add_argument("--max-len", type=_positive, metavar="N", help="longest prompt and output; 1024 at scale 1")
+    _add_recording(parser, "; each engine after the first writes its own, run-2.html and so on")
     parser.add_argument("--json-only", action="store_true", help="print the line of JSON and nothing else")
     _add_engine(parser)
 
@@ -107,12 +125,13 @@ def add_profile(commands: Commands) -> None:
     _add_engine(parser)
 
 
+RECORDING_HELP = "a .html, which brings a .json for viewers of Chrome traces with it, or a .recording.json"
 MODEL_HELP = "a folder, a .gguf file, a built-in name or a hub name like owner/name; default: %(default)s"
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user said about the engine, as keyword arguments of ``LLM``."""
-    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
+    given = {name: value for name in [*ENGINE, "trace"] if (value := getattr(args, name, None)) is not None}
     return given | dict(args.options)
 
 
@@ -128,17 +147,32 @@ def _command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentPa
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, *, output: bool = False) -> None:
     parser.add_argument("--model", "-m", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
-    _add_engine(parser)
+    _add_engine(parser, output=output)
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_prompts(parser: argparse.ArgumentParser, *, output: bool = False) -> None:
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input is read if there is none"
+    )
+    _add_model(parser, output=output)
+    _add_sampling(parser)
+    parser.add_argument("--chat", action="store_true", help="each prompt is what a user says: use the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the system message says")
+
+
+def _add_recording(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--trace", metavar="FILE", help=f"write down every step: {RECORDING_HELP}{more}")
+
+
+def _add_engine(parser: argparse.ArgumentParser, *, output: bool = False) -> None:
     group = parser.add_argument_group("engine")
     for name, kind in ENGINE.items():
         group.add_argument(_flag(name), type=kind, metavar=_letter(kind))
     group.add_argument(
-        "-o", dest="options", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        "-o", dest="options", action="append", default=[], type=_option_or_file if output else _option,
+        metavar="NAME=VALUE",
         help="any option of LLM(model, ...); the value is read as JSON where it is JSON, else as text",
     )  # fmt: skip
 
@@ -192,3 +226,8 @@ def _option(text: str) -> tuple[str, Any]:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:
         return name.replace("-", "_"), value
+
+
+def _option_or_file(text: str) -> tuple[str, Any]:
+    """Read ``name=value``, or the name of a file: where the recording goes."""
+    return _option(text) if "=" in text else ("trace", text)

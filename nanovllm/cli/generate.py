@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from nanovllm import RequestOutput, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.cli.arguments import sampling_options
 from nanovllm.cli.opening import open_llm, wants_progress
 from nanovllm.errors import ConfigError, RequestError
@@ -14,20 +14,12 @@ from nanovllm.errors import ConfigError, RequestError
 
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts. Answers go to standard output, everything about them to standard error."""
-    if args.system is not None and not args.chat:
-        raise ConfigError("--system is given without --chat; a plain prompt has no system message. Add --chat.")
     params = SamplingParams(**sampling_options(args))
-    prompts = args.prompts or read_prompts(sys.stdin)
-    if not prompts:
-        raise RequestError("0 prompts; there must be at least one. Give it as an argument or on standard input.")
+    prompts = checked_prompts(args)
     loaded = open_llm(args)
     with loaded.llm as llm:
         started = time.perf_counter()
-        if args.chat:
-            talks = [conversation(prompt, args.system) for prompt in prompts]
-            outputs = llm.chat(talks, params, use_tqdm=wants_progress(args))
-        else:
-            outputs = llm.generate(prompts, params, use_tqdm=wants_progress(args))
+        outputs = answers(llm, prompts, params, args)
         seconds = time.perf_counter() - started
     for prompt, output in zip(prompts, outputs, strict=True):
         print(as_json(prompt, output) if args.json else as_text(prompt, output, args.quiet))
@@ -41,6 +33,24 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def checked_prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts that were given, or those on standard input."""
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system is given without --chat; a plain prompt has no system message. Add --chat.")
+    prompts = args.prompts or read_prompts(sys.stdin)
+    if not prompts:
+        raise RequestError("0 prompts; there must be at least one. Give it as an argument or on standard input.")
+    return list(prompts)
+
+
+def answers(llm: LLM, prompts: list[str], params: SamplingParams, args: argparse.Namespace) -> list[RequestOutput]:
+    """Answer prompts as they are, or as what a user says."""
+    if not args.chat:
+        return llm.generate(prompts, params, use_tqdm=wants_progress(args))
+    talks = [conversation(prompt, args.system) for prompt in prompts]
+    return llm.chat(talks, params, use_tqdm=wants_progress(args))
 
 
 def read_prompts(lines: TextIO) -> list[str]:

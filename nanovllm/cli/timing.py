@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Session:
         self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-bench-")
         self._facts: dict[str, Plan] = {}  # by path: a hub name would be looked up each time
         self._open: tuple[str, dict[str, Any], LLM] | None = None
+        self._num_engines = 0
         self.plan = self.facts(model or write_shape(self._folder.name, shape))
         self.roof = measure_roof(self.plan.device, self.plan.dtype)
 
@@ -102,7 +104,8 @@ class Session:
         path, options = self.path(row), self.engine_options(row)
         if self._open is None or self._open[:2] != (path, options):
             self.close_engine()
-            self._open = (path, options, LLM(path, **options))
+            self._num_engines += 1
+            self._open = (path, options, LLM(path, **own_trace(options, self._num_engines)))
             check_finite(self._open[2])
         llm = self._open[2]
         llm.reset_prefix_cache()
@@ -133,6 +136,15 @@ class Session:
         """Draw what the row works on, from its model's vocabulary."""
         vocab = self.facts(self.path(row)).model.vocab_size
         return self.sizes.load(row, min(LARGEST_TOKEN, vocab - 1), seed)
+
+
+def own_trace(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the options with a file of its own for the recording of each engine: run.html, run-2.html and so on."""
+    file = options.get("trace")
+    if not isinstance(file, str) or number == 1:
+        return dict(options)
+    stem, dot, ending = Path(file).name.partition(".")
+    return {**options, "trace": str(Path(file).with_name(f"{stem}-{number}{dot}{ending}"))}
 
 
 def timed(llm: LLM, load: Load, **params: Any) -> float:
@@ -236,6 +248,7 @@ def start(session: Session, name: str, row: Row) -> Iterator[Figure]:
     On a GPU a third one runs without graphs: the difference is what graphs cost.
     """
     options = session.engine_options(row)
+    options.pop("trace", None)
     session.close_engine()
     first_token(session.path(row), options)
     parts = first_token(session.path(row), options)

@@ -101,6 +101,9 @@ class Metrics:
         self._waiting += computed - times.awaited
         self._settling += times.settled - computed
 
+    def on_failure(self, output: SchedulerOutput, error: Exception) -> None:
+        """Nothing to count: the ends of its requests say it."""
+
     def on_end(self, request: Request) -> None:
         """Count a request that has ended; its times, if it came to an end of its own with something drawn."""
         del self._alive[request]

@@ -1,0 +1,133 @@
+"""The files of ``LLM(..., trace=...)``: checked before a model is loaded, written when the engine is closed."""
+
+import json
+import logging
+import os
+import platform
+import weakref
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nanovllm.build import Built
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.trace.perfetto import MARK, chrome_trace
+from nanovllm.trace.recorder import Recorder
+from nanovllm.trace.recording import Recording, dump
+
+logger = logging.getLogger(__name__)
+
+PAGE, PLAIN = ".html", ".recording.json"
+
+RENDER = "nanovllm.trace.page"
+"""What makes a page of a recording; it is imported when there is one to make."""
+
+
+class TraceFile:
+    """The files of one trace. ``run.html`` brings ``run.json`` with it, ``run.recording.json`` stands alone.
+
+    Raises ConfigError if they could not be written: another ending, a folder that is missing or may not be written to,
+    a ``run.json`` that is something else.
+    """
+
+    def __init__(self, path: str) -> None:
+        target = Path(path).expanduser()
+        if target.is_dir():
+            _refuse(path, f"must be a file, and this is a folder; try {str(target / 'run.html')!r}")
+        if not target.name.endswith((PAGE, PLAIN)) or target.name in (PAGE, PLAIN):
+            _refuse(path, "must end in .html, for a page and a Chrome trace beside it, or in .recording.json")
+        folder = target.absolute().parent
+        if not folder.is_dir():
+            _refuse(path, f"must lie in a folder that exists, and {folder} does not; make it first")
+        if not os.access(folder, os.W_OK):
+            _refuse(path, f"must lie in a folder that may be written to, and {folder} may not; take another one")
+        self.path = target.absolute()
+        self.beside = self.path.with_suffix(".json") if target.name.endswith(PAGE) else None
+        """Where the Chrome trace goes."""
+        if self.beside is not None and not _ours(self.beside):
+            _refuse(path, f"brings {self.beside} with it, and there is another file of that name; take another name")
+
+    def begin(self, owner: object, built: Built, config: EngineConfig) -> None:
+        """Record from now on, until the engine is closed or ``owner`` is gone."""
+        facts = built.plan
+        device = facts.device.type
+        recorder = Recorder(
+            built.engine,
+            facts={
+                "nanovllm": _version(),
+                "model": Path(config.model).name if Path(config.model).exists() else config.model,
+                "device": device,
+                "device_name": _device_name(facts.device),
+                "dtype": str(facts.dtype).removeprefix("torch."),
+                "max_num_seqs": config.max_num_seqs,
+                "max_num_batched_tokens": facts.max_num_batched_tokens,
+                "policy": config.scheduling_policy,
+            },
+            decode=None if built.tokenizer is None else _decoder(built.tokenizer),
+            deliver=self.write,
+            candidates=config.logprobs_mode.endswith("logprobs"),
+        )
+        built.engine.observers.append(recorder)
+        weakref.finalize(owner, recorder.close)
+
+    def write(self, recording: Recording) -> None:
+        """Write all files, each whole or not at all. A failure is an error in the log: results must not be lost."""
+        try:
+            if self.beside is None:
+                replace(self.path, dump(recording))
+            else:
+                replace(self.path, import_module(RENDER).render(recording))
+                replace(self.beside, json.dumps(chrome_trace(recording), separators=(",", ":")))
+        except Exception as error:  # whatever it is, the engine's owner has results to take home
+            logger.exception(
+                "the trace could not be written to %s (%s); the results are not touched by it. Give trace= another "
+                "place and run again.", self.path, error,
+            )  # fmt: skip
+        else:
+            logger.info("the trace of %d steps is in %s", len(recording["steps"]), self.path)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that nobody ever sees a part of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        # JSON is all that may hold a lone surrogate, and this is how JSON writes one
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _ours(path: Path) -> bool:
+    """Whether nothing is lost when a Chrome trace is written there."""
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(200).startswith(MARK.encode())
+
+
+def _decoder(tokenizer: Any) -> Any:
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _device_name(device: Any) -> str:
+    if device.type != "cuda":
+        return platform.processor() or platform.machine()
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def _version() -> str:
+    try:
+        return version("nanovllm")
+    except PackageNotFoundError:  # it runs from its source folder
+        return "unknown"
+
+
+def _refuse(path: str, rule: str) -> NoReturn:
+    raise ConfigError(f"trace is {path!r}; it {rule}.", parameter="trace", value=path)
