@@ -1,6 +1,6 @@
 /** The whole page: header, transport, panels, help, and the keyboard. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { BlockMap, Timeline } from "./charts";
 import { RequestPanel, Story } from "./panels";
 import { JUMPS, SPEEDS, type Jump, type Player, type Speed } from "./player";
@@ -40,7 +40,7 @@ export function App({ player }: { player: Player }) {
 
 function Header({ player }: { player: Player }) {
   const { engine, dropped_steps } = player.replay.recording;
-  const totals = player.totals();
+  const totals = useMemo(() => player.totals(), [player.replay, player.replay.length]);
   const facts: [string, string][] = [
     ["requests", whole(totals.requests)], ["steps", whole(player.replay.length)], ["tokens drawn", whole(totals.tokens)], ["tokens/s", whole(totals.perSecond)],
     ["cache hits", percent(totals.hitRate)], ["preemptions", whole(totals.preemptions)], ["evictions", whole(totals.evictions)],
@@ -66,11 +66,11 @@ function Transport({ player }: { player: Player }) {
   return (
     <nav class="transport" aria-label="Playing">
       <div class="group" role="group" aria-label="Steps">
-        <button aria-label="First step" title="First step (Home)" onClick={() => player.step(-Infinity)}>⏮︎</button>
-        <button aria-label="Step back" title="Step back (←)" onClick={() => player.step(-1)}>‹</button>
-        <button class="play" id="play" aria-label={player.playing ? "Pause" : "Play"} title="Play or pause (space)" onClick={() => player.toggle()}>{player.playing ? "❚❚" : "▶︎"}</button>
-        <button aria-label="Step forward" title="Step forward (→)" onClick={() => player.step(1)}>›</button>
-        <button aria-label="Last step" title="Last step (End)" onClick={() => player.step(Infinity)}>⏭︎</button>
+        <button aria-label="First step" title="First step (Home)" onClick={() => player.step(-Infinity)}><Icon path="M2 2h2v10H2zM12 2v10L5 7z" /></button>
+        <button aria-label="Step back" title="Step back (←)" onClick={() => player.step(-1)}><Icon path="M10 2v10L4 7z" /></button>
+        <button class="play" id="play" aria-label={player.playing ? "Pause" : "Play"} title="Play or pause (space)" onClick={() => player.toggle()}><Icon path={player.playing ? "M3 2h3v10H3zM8 2h3v10H8z" : "M3 1v12l9-6z"} /></button>
+        <button aria-label="Step forward" title="Step forward (→)" onClick={() => player.step(1)}><Icon path="M4 2v10l6-5z" /></button>
+        <button aria-label="Last step" title="Last step (End)" onClick={() => player.step(Infinity)}><Icon path="M10 2h2v10h-2zM2 2v10l7-5z" /></button>
       </div>
       <label class="number">step <input type="number" id="step" min={0} max={player.last} value={player.cursor} aria-label="Step"
         onChange={(event) => { player.pause(); player.go(Number(event.currentTarget.value)); }} /> <span class="quiet">of {whole(player.last)}</span></label>
@@ -81,7 +81,7 @@ function Transport({ player }: { player: Player }) {
           player.changed();
         }}>{speeds.map((speed) => <option value={String(speed)}>{speed === "real" ? "as it was" : `${speed} steps/s`}</option>)}</select>
       </label>
-      <div class="group" role="group" aria-label="Jump">
+      <div class="group jump" role="group" aria-label="Jump">
         <button aria-label={`Previous ${JUMPS[kind]}`} title="Previous (⇧N)" onClick={() => player.jump(kind, -1)}>‹</button>
         <select id="jump" aria-label="Jump to" value={kind} onChange={(event) => setKind(event.currentTarget.value as Jump)}>
           {Object.entries(JUMPS).map(([value, text]) => <option value={value}>{text}</option>)}
@@ -101,6 +101,10 @@ function Transport({ player }: { player: Player }) {
       <button class="icon" id="help" aria-label="How to read this" title="How to read this (?)" onClick={() => { player.help = true; player.changed(); }}>?</button>
     </nav>
   );
+}
+
+function Icon({ path }: { path: string }) {
+  return <svg class="sign-icon" viewBox="0 0 14 14" aria-hidden="true"><path d={path} /></svg>;
 }
 
 function Search({ player }: { player: Player }) {
@@ -152,10 +156,10 @@ function Hint({ player }: { player: Player }) {
   if (!hint) return null;
   const right = hint.x > window.innerWidth - 340, below = hint.y > window.innerHeight - 190;
   const style = {
-    left: right ? "auto" : hint.x + 14, right: right ? Math.max(8, window.innerWidth - hint.x + 14) : "auto",
-    top: below ? "auto" : hint.y + 14, bottom: below ? window.innerHeight - hint.y + 14 : "auto",
+    left: right ? "auto" : `${hint.x + 14}px`, right: right ? `${Math.max(8, window.innerWidth - hint.x + 14)}px` : "auto",
+    top: below ? "auto" : `${hint.y + 14}px`, bottom: below ? `${window.innerHeight - hint.y + 14}px` : "auto",
   };
-  if (window.innerWidth < 500) Object.assign(style, { left: 8, right: 8 });
+  if (window.innerWidth < 500) Object.assign(style, { left: "8px", right: "8px" });
   return <div class="hint" role="tooltip" style={style}>{hint.lines.map((line, i) => (i ? <p>{line}</p> : <p><b>{line}</b></p>))}</div>;
 }
 
@@ -173,7 +177,7 @@ function Help({ player }: { player: Player }) {
       <div class="panel-head"><h2>How to read this</h2><span class="push" /><button class="plain" aria-label="Close" onClick={close}>✕</button></div>
       <div class="two">
         <div>
-          <p>An inference engine answers many <b>requests</b> at once. It works in <b>steps</b>: it <i>decides</i> which tokens to compute next, <i>submits</i> them to the device, <i>waits</i>, and <i>settles</i> what was drawn. This page replays every decision of a run as it was recorded.</p>
+          <p>An inference engine answers many <b>requests</b> at once. It works in <b>steps</b>: it <i>decides</i> which tokens to compute next, <i>submits</i> them to the device, <i>waits</i>, and <i>settles</i> what was drawn. This page replays every decision of a run as it was recorded. (On a CPU a step is computed while it is submitted.)</p>
           <p><b>Prefill</b> reads a prompt, many tokens in one step; a long prompt comes in chunks, so that others need not wait for it. <b>Decode</b> draws one token in each step, for all running requests together.</p>
           <p>What the model remembers of a request lies in <b>blocks</b> of a few tokens. A block is <i>held</i> while a request reads it, in that request's colour, and fills from the bottom. Two requests with the same beginning <i>share</i> its blocks: the cell is split between them. When the last reader lets go, a full block stays <i>cached</i> (grey, with a folded corner), so that a later prompt may find it. When no blank block is left, the cached one that has not been used for longest is <i>evicted</i>: the palest, with a dashed edge.</p>
           <p>If the running requests need more blocks than there are, the last of them is <b>preempted</b> (hatched in its lane): it gives its blocks back, waits, and is computed again.</p>

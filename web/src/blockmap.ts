@@ -11,7 +11,7 @@ export interface Grid { cell: number; gap: number; across: number; rows: number;
 /** Cells as large as the room allows; past some thousands they get small, and the map scrolls. */
 export function layOut(blocks: number, width: number, height: number): Grid {
   const left = 40;
-  for (let cell = 30; cell >= 4; cell--) {
+  for (let cell = 40; cell >= 4; cell--) {
     const gap = cell > 14 ? 3 : cell > 7 ? 2 : 1;
     let across = Math.max(1, Math.floor((width - left) / (cell + gap)));
     if (across >= 8) across -= across % (across >= 32 ? 8 : 4); // numbers at the left are round
@@ -64,6 +64,7 @@ export function drawMap(
   pen.font = FONT;
   pen.textBaseline = "middle";
 
+  const greys = Array.from({ length: 32 }, (_, i) => greyOf(i / 31, theme));
   const firstRow = Math.max(0, Math.floor(scroll / pitch)), lastRow = Math.min(grid.rows, Math.ceil((scroll + height) / pitch));
   const every = Math.max(1, Math.ceil(14 / pitch));
   for (let row = firstRow; row < lastRow; row++) {
@@ -80,34 +81,46 @@ export function drawMap(
         if (round) pen.roundRect(x + inset, y + inset, cell - 2 * inset, cell - 2 * inset, round);
         else pen.rect(x + inset, y + inset, cell - 2 * inset, cell - 2 * inset);
       };
+      const fill = () => {
+        if (!round) return pen.fillRect(x, y, cell, cell);
+        box();
+        pen.fill();
+      };
       const held = state.readers[block], who = readers.get(block) ?? [];
       const dimmed = look.selected >= 0 && held > 0 && !mine.has(block);
       pen.globalAlpha = dimmed ? 0.32 : 1;
       if (held > 0) {
         const shown = who.length ? (look.selected >= 0 && mine.has(block) ? [look.selected, ...who.filter((each) => each !== look.selected)] : who).slice(0, 4) : [-1];
-        pen.save();
-        box();
-        pen.clip();
-        for (const [i, request] of shown.entries()) {
-          const w = cell / shown.length;
+        let filled = 1;
+        if (round) {
+          pen.save();
+          box();
+          pen.clip();
+        }
+        for (let i = 0; i < shown.length; i++) {
+          const request = shown[i], w = cell / shown.length;
           const table = state.tables.get(request);
           const place = table ? table.indexOf(block) : -1;
           const full = place < 0 || state.findable[block] ? 1 : Math.max(0, Math.min(1, ((computed.get(request) ?? 0) - place * size) / size));
+          filled = full;
           pen.fillStyle = colourOf(request, theme);
           const strength = pen.globalAlpha;
-          pen.globalAlpha = strength * 0.28;
-          pen.fillRect(x + i * w, y, w, cell);
-          pen.globalAlpha = strength;
+          if (full < 1) {
+            pen.globalAlpha = strength * 0.28;
+            pen.fillRect(x + i * w, y, w, cell);
+            pen.globalAlpha = strength;
+          }
           pen.fillRect(x + i * w, y + cell * (1 - full), w, cell * full);
         }
         if (shown.length > 1 && cell >= 7) {
           pen.fillStyle = theme.panel;
           for (let i = 1; i < shown.length; i++) pen.fillRect(x + (i * cell) / shown.length - 0.5, y, 1, cell);
         }
-        pen.restore();
+        if (round) pen.restore();
         if (cell >= 17) {
           pen.textAlign = "center";
-          pen.fillStyle = inkOn(shown[0], theme);
+          if (!who.length || held > 1 || filled > 0.5) pen.fillStyle = inkOn(shown[0], theme);
+          else pen.fillStyle = theme.ink;
           const label = held > 1 ? `×${held}` : who.length ? nameOf(replay.lives[who[0]], replay) : "pin";
           if (label.length <= cell / 6.5) {
             if (held > 1) {
@@ -115,18 +128,13 @@ export function drawMap(
               pen.strokeStyle = theme.dark ? "rgba(255,255,255,.55)" : "rgba(0,0,0,.45)";
               pen.fillStyle = theme.dark ? "#12151a" : "#fff";
               pen.strokeText(label, x + cell / 2, y + cell / 2 + 0.5);
-            } else if (theme.dark === false && inkOn(shown[0], theme) === "#fff") {
-              pen.lineWidth = 2.4;
-              pen.strokeStyle = colourOf(shown[0], theme);
-              pen.strokeText(label, x + cell / 2, y + cell / 2 + 0.5);
             }
             pen.fillText(label, x + cell / 2, y + cell / 2 + 0.5);
           }
         }
       } else if (state.released[block]) {
-        box();
-        pen.fillStyle = greyOf(age.get(block) ?? 0, theme);
-        pen.fill();
+        pen.fillStyle = greys[Math.round((age.get(block) ?? 0) * 31)];
+        fill();
         if (cell >= 11) { // a cached block has a fold, so that it is not told by its grey alone
           pen.fillStyle = theme.panel;
           pen.beginPath();
@@ -144,10 +152,10 @@ export function drawMap(
           pen.setLineDash([]);
         }
       } else {
-        box(0.5);
         pen.fillStyle = theme.cell;
-        pen.fill();
+        fill();
         if (cell > 7) {
+          box(0.5);
           pen.strokeStyle = theme.line;
           pen.lineWidth = 1;
           pen.stroke();

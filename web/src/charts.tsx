@@ -27,6 +27,16 @@ export function Timeline({ player }: { player: Player }) {
     if (y < element.scrollTop || y + LANE > element.scrollTop + element.clientHeight) element.scrollTop = y - element.clientHeight / 2;
   }, [selected]);
 
+  useEffect(() => { // and if all lanes in sight are of others, long gone or to come, those that live now do
+    const element = scroller.current;
+    if (!element || !replay.length) return;
+    const first = Math.floor(element.scrollTop / LANE), count = Math.floor(element.clientHeight / LANE);
+    const lives = (life: (typeof replay.lives)[number]) => life.facts.before_step <= cursor && !replay.hasEnded(life, cursor);
+    if (replay.lives.slice(first, first + count).some(lives)) return;
+    const next = replay.lives.findIndex(lives);
+    if (next >= 0) element.scrollTop = next * LANE;
+  }, [cursor, replay]);
+
   const left = gutter(width), inner = Math.max(1, width - left - 8);
   const place = (x: number) => view.from + ((x - left) / inner) * (view.to - view.from);
   const inOverview = (y: number) => y < ROWS.overview + 4;
@@ -91,7 +101,7 @@ export function Timeline({ player }: { player: Player }) {
       </div>
       <div ref={box} class="chart">
         <canvas ref={chart} id="chart" role="slider" tabIndex={0} aria-label="Step" aria-valuemin={0} aria-valuemax={player.last}
-          aria-valuenow={cursor} aria-valuetext={`Step ${whole(cursor)} of ${whole(player.last)}`} style={{ height: CHART_HEIGHT }}
+          aria-valuenow={cursor} aria-valuetext={`Step ${whole(cursor)} of ${whole(player.last)}`} style={{ height: `${CHART_HEIGHT}px` }}
           onPointerMove={move} onPointerDown={down} onPointerUp={() => { drag.current = null; }} onPointerCancel={() => { drag.current = null; }}
           onPointerLeave={() => player.say(null)} />
         <div ref={scroller} class="lanes" tabIndex={0} aria-label="A lane for each request"
@@ -107,7 +117,7 @@ export function Timeline({ player }: { player: Player }) {
             player.say(life ? { x: event.clientX, y: event.clientY, lines: laneHint(player, life.index) } : null);
           }}
           onPointerLeave={() => player.say(null)}>
-          <div style={{ height: Math.max(LANE, replay.lives.length * LANE) }}><canvas ref={lanes} class="sticky" aria-hidden="true" /></div>
+          <div style={{ height: `${Math.max(LANE, replay.lives.length * LANE)}px` }}><canvas ref={lanes} class="sticky" aria-hidden="true" /></div>
         </div>
       </div>
     </section>
@@ -157,7 +167,7 @@ export function BlockMap({ player }: { player: Player }) {
     <section class="panel map" aria-label="Block map">
       <div class="panel-head">
         <h2>Blocks</h2>
-        <span class="quiet">{whole(blocks)} of {whole(replay.recording.engine.block_size)} tokens{caching === false ? ", no prefix cache" : ""}</span>
+        <span class="quiet">{whole(blocks)} × {whole(replay.recording.engine.block_size)} tokens{caching === false ? ", no prefix cache" : ""}</span>
       </div>
       <div class="pool" role="img" aria-label={`${held} blocks held, ${cached} cached, ${blocks - held - cached} blank`}>
         <span class="bar"><i class="held" style={{ width: share(held) }} /><i class="cached" style={{ width: share(cached) }} /></span>
@@ -172,7 +182,7 @@ export function BlockMap({ player }: { player: Player }) {
           const readers = readersOf(state).get(at(event)) ?? [];
           if (readers.length) player.select(readers[(readers.indexOf(player.selected) + 1) % readers.length]);
         }}>
-        <div style={{ height: grid.height + 8 }}><canvas ref={canvas} id="map" class="sticky" /></div>
+        <div style={{ height: `${grid.height + 8}px` }}><canvas ref={canvas} id="map" class="sticky" /></div>
       </div>
       <ul class="legend" aria-label="What cells mean">
         <li><i class="cellkey one" />held</li>

@@ -7,25 +7,25 @@
 
 export interface Theme {
   dark: boolean; ink: string; soft: string; faint: string; line: string; panel: string; cell: string; accent: string;
-  alarm: string; requests: string[]; onRequest: string[]; prefill: string; decode: string; cached: [number, number, number][];
+  alarm: string; requests: string[]; onRequest: string[]; prefill: string; decode: string; evicted: string; cached: [number, number, number][];
   phases: [string, string, string, string]; device: string; held: string;
 }
 
 const LIGHT: Theme = {
   dark: false, ink: "#1b1f24", soft: "#5d6673", faint: "#9aa3af", line: "#e3e6ea", panel: "#ffffff", cell: "#f2f4f6",
   accent: "#0b62d6", alarm: "#c8321f",
-  requests: ["#3b7dd8", "#e08a1e", "#2a9d78", "#c2497f", "#7b61c9", "#8a9a1f", "#d1553b", "#2b9bb3", "#a3703f", "#5c6b8a"],
+  requests: ["#3b7dd8", "#e08a1e", "#2a9d78", "#c2497f", "#7b61c9", "#8a9a1f", "#d1553b", "#2b9bb3", "#a3703f", "#31418f"],
   onRequest: ["#fff", "#1b1f24", "#fff", "#fff", "#fff", "#1b1f24", "#fff", "#fff", "#fff", "#fff"],
-  prefill: "#e08a1e", decode: "#3b7dd8", cached: [[226, 230, 236], [150, 161, 177], [0, 0, 0]],
+  prefill: "#8db9f0", decode: "#0d4f9e", evicted: "#c77712", cached: [[226, 230, 236], [150, 161, 177], [0, 0, 0]],
   phases: ["#7b61c9", "#2b9bb3", "#d5dae1", "#e08a1e"], device: "#2a9d78", held: "#7d93b5",
 };
 
 const DARK: Theme = {
   dark: true, ink: "#e8ebef", soft: "#9aa4b2", faint: "#6b7583", line: "#2b313a", panel: "#171b21", cell: "#1f242c",
   accent: "#6ab0ff", alarm: "#ff7a66",
-  requests: ["#5f9df0", "#eda03c", "#43bd93", "#e06c9f", "#9d86e8", "#a9b93e", "#ec7a5f", "#4dbbd2", "#c28f5b", "#8797b8"],
+  requests: ["#5f9df0", "#eda03c", "#43bd93", "#e06c9f", "#9d86e8", "#a9b93e", "#ec7a5f", "#4dbbd2", "#c28f5b", "#e3d3a2"],
   onRequest: Array(10).fill("#12151a"),
-  prefill: "#eda03c", decode: "#5f9df0", cached: [[48, 55, 66], [104, 117, 136], [0, 0, 0]],
+  prefill: "#3d6fae", decode: "#a5cfff", evicted: "#eda03c", cached: [[48, 55, 66], [104, 117, 136], [0, 0, 0]],
   phases: ["#9d86e8", "#4dbbd2", "#363d48", "#eda03c"], device: "#43bd93", held: "#6d84a8",
 };
 

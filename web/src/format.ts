@@ -7,9 +7,9 @@ export interface Engine {
 }
 
 export interface RequestFacts {
-  id: string; sample: number; arrived: number; before_step: number; prompt: number[];
+  id: string; sample: number; arrived: number; before_step: number; queued_step?: number | null; prompt: number[];
   priority: number; rank: number; max_tokens: number; params: Record<string, unknown>; cached: number;
-  ended: number | null; end_step: number | null; finish: string | null; stop: string | number | null; text: string;
+  ended: number | null; end_step: number | null; gone_step?: number | null; finish: string | null; stop: string | number | null; text: string;
 }
 
 export type Wait = null | "budget" | "seqs" | "blocks" | "preempted";

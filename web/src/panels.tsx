@@ -73,17 +73,18 @@ function Queue({ player }: { player: Player }) {
   const { replay, cursor } = player;
   const step = replay.recording.steps[cursor];
   const [waiting, running] = [replay.waiting(cursor), replay.running(cursor)];
-  const ending = (replay.endings.get(cursor) ?? []).filter((request) => replay.isRunning(replay.lives[request], cursor));
   const head = waiting[0];
   const most = 60;
   return (
     <div class="queues">
       <h3>Running <b>{whole(running.length)}</b>{replay.recording.engine.max_num_seqs ? <span class="quiet"> of at most {whole(replay.recording.engine.max_num_seqs)}</span> : null}</h3>
       <p class="chips" aria-label="Running">
-        {running.slice(0, most).map((life) => <Chip key={life.index} player={player} request={life.index} />)}
+        {running.slice(0, most).map((life) => {
+          const ends = life.facts.end_step === cursor;
+          return <span key={life.index} class={ends ? "ending" : ""} title={ends ? "ends with this step" : undefined}><Chip player={player} request={life.index} /></span>;
+        })}
         {running.length > most ? <span class="quiet">and {running.length - most} more</span> : null}
-        {ending.slice(0, 12).map((request) => <span class="ending" title="ends with this step"><Chip player={player} request={request} /></span>)}
-        {!running.length && !ending.length ? <span class="quiet">nobody</span> : null}
+        {!running.length ? <span class="quiet">nobody</span> : null}
       </p>
       <h3>Waiting <b>{whole(waiting.length)}</b></h3>
       <p class="chips" aria-label="Waiting">
@@ -123,7 +124,7 @@ export function RequestPanel({ player }: { player: Player }) {
         <span class="push" />
         <button class="plain" aria-label="Close" title="Close (Escape)" onClick={() => player.select(selected)}>✕</button>
       </div>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} aria-label="Text, blocks and facts">
         <Text key={selected} player={player} life={life} />
         <h3>Block table <b>{whole(table.length)}</b></h3>
         <p class="table">{table.length ? table.slice(0, 400).map((block, i) => <span title={`place ${i}`}>{block}</span>) : <span class="quiet">it holds no block</span>}</p>
@@ -137,7 +138,8 @@ function doing(player: Player, life: Life): string {
   const { replay, cursor } = player;
   if (life.facts.before_step > cursor) return "has not come yet";
   if (replay.hasEnded(life, cursor)) return `ended: ${life.facts.finish}`;
-  if (replay.isRunning(life, cursor)) return "runs";
+  if (replay.isRunning(life, cursor)) return life.facts.end_step === cursor ? "ends with this step" : "runs";
+  if (life.queued > cursor) return "held until its prompt can be found";
   return life.preempted.some((at) => at <= cursor) ? "preempted, waits" : "waits";
 }
 
@@ -149,7 +151,7 @@ function Text({ player, life }: { player: Player; life: Life }) {
   const { replay, cursor } = player;
   const { texts } = replay.recording;
   const [whole_, setWhole] = useState(false);
-  const end = useRef<HTMLElement>(null);
+  const newest = useRef<HTMLSpanElement>(null);
   const at = life.spansUntil(cursor) - 1;
   const span = at >= 0 && life.spans[at * SPAN] === cursor ? life.spans.slice(at * SPAN, at * SPAN + SPAN) : null;
   const computed = replay.computed(life, cursor), admitted = life.admitted.length && life.admitted[0] <= cursor;
@@ -162,7 +164,13 @@ function Text({ player, life }: { player: Player; life: Life }) {
     return <>{words(start, start + LONGEST / 3)} <button class="more" onClick={() => setWhole(true)}>{whole(stop - start - (2 * LONGEST) / 3)} more tokens</button> {words(stop - LONGEST / 3, stop)}</>;
   };
   const drawn = replay.drawn(life, cursor);
-  useEffect(() => { if (drawn.at(-1)?.[2] === cursor) end.current?.scrollIntoView({ block: "nearest" }); }, [cursor]);
+  useEffect(() => { // the newest token stays in sight, and the page where it is
+    const token = newest.current, box = token?.closest(".scroll");
+    if (!token || !box || drawn.at(-1)?.[2] !== cursor) return;
+    const below = token.getBoundingClientRect().bottom + 34 - box.getBoundingClientRect().bottom;
+    const above = box.getBoundingClientRect().top - token.getBoundingClientRect().top;
+    box.scrollTop += below > 0 ? below : above > 0 ? -above : 0;
+  }, [cursor]);
   return (
     <>
       <p class="text" aria-label="Text">
@@ -172,7 +180,7 @@ function Text({ player, life }: { player: Player; life: Life }) {
           return <span key={`${start}`} class={`prompt ${kind}`}>{show(start, stop)}</span>;
         })}
         {drawn.map(([place, token, step]) => (
-          <span key={place} ref={step === drawn.at(-1)![2] ? end : undefined} class={`token${step === cursor ? " new" : ""}`} data-step={step} data-place={place} data-token={token}
+          <span key={place} ref={place === drawn.at(-1)![0] ? newest : undefined} class={`token${step === cursor ? " new" : ""}`} data-step={step} data-place={place} data-token={token}
             onPointerEnter={(event) => player.say({ x: event.clientX, y: event.clientY, lines: alternatives(player, life, token, step) })}
             onPointerLeave={() => player.say(null)} onClick={() => player.go(step)}>{texts[token] ?? `[${token}] `}</span>
         ))}

@@ -93,9 +93,10 @@ export class State {
 
   /** Cached blocks, the first to be evicted first. */
   lru(): number[] {
-    const cached: number[] = [];
-    for (let block = 0; block < this.released.length; block++) if (this.released[block]) cached.push(block);
-    return cached.sort((a, b) => this.released[a] - this.released[b]);
+    const blocks = this.released.length, keys = new Float64Array(blocks); // numbers alone sort fastest: when, then which
+    let count = 0;
+    for (let block = 0; block < blocks; block++) if (this.released[block]) keys[count++] = this.released[block] * blocks + block;
+    return Array.from(keys.subarray(0, count).sort(), (key) => key % blocks);
   }
 
   private push(request: number, block: number): void {
@@ -141,6 +142,18 @@ export class Life {
   }
 
   get prompt(): number { return this.facts.prompt.length; }
+
+  /** The first step after whose decision it stands in the queue, or has been there. */
+  get queued(): number {
+    const { queued_step, before_step } = this.facts;
+    return queued_step === undefined ? before_step : (queued_step ?? Infinity);
+  }
+
+  /** The first step after whose decision it neither waits nor runs. */
+  get gone(): number {
+    const { gone_step, end_step } = this.facts;
+    return (gone_step === undefined ? end_step : gone_step) ?? Infinity;
+  }
 }
 
 export const SPAN = 5;
@@ -158,6 +171,8 @@ export class Replay {
   /** Index of a step to the requests that arrived before it, and that ended after it. */
   arrivals = new Map<number, number[]>();
   endings = new Map<number, number[]>();
+  /** Names that several samples share. */
+  sampled = new Set<string>();
   private keyframes: State[] = [];
   private every: number;
   private end: State; // after all steps that are known
@@ -188,6 +203,7 @@ export class Replay {
       life.facts = facts;
     }
     if (!before) add(this.arrivals, facts.before_step, index);
+    if (facts.sample > 0) this.sampled.add(facts.id);
     if (facts.end_step !== null && facts.end_step !== undefined && before?.end_step == null)
       add(this.endings, facts.end_step, index);
   }
@@ -274,26 +290,25 @@ export class Replay {
     return this.now;
   }
 
-  /** The waiting queue after a step, in order, its head first. */
+  /** The waiting queue after a step's decision, in order, its head first. */
   waiting(step: number): Life[] {
     return this.lives
-      .filter((life) => life.facts.before_step <= step && !this.isRunning(life, step) && !this.hasEnded(life, step))
+      .filter((life) => life.queued <= step && !this.isRunning(life, step) && life.gone > step)
       .sort((a, b) => a.facts.rank - b.facts.rank || a.index - b.index);
   }
 
-  /** Who runs after a step. */
+  /** Who runs after a step's decision, in that order too. */
   running(step: number): Life[] {
-    return this.lives.filter((life) => this.isRunning(life, step) && !this.hasEnded(life, step));
+    return this.lives.filter((life) => this.isRunning(life, step)).sort((a, b) => a.facts.rank - b.facts.rank || a.index - b.index);
   }
 
   isRunning(life: Life, step: number): boolean {
     const admitted = lastAtMost(life.admitted, step), preempted = lastAtMost(life.preempted, step);
-    return admitted >= 0 && admitted > preempted;
+    return admitted >= 0 && admitted > preempted && life.gone > step;
   }
 
-  hasEnded(life: Life, step: number): boolean {
-    return life.facts.end_step !== null && life.facts.end_step !== undefined && life.facts.end_step <= step;
-  }
+  /** Whether it ended before a step, so that the step knows nothing of it. */
+  hasEnded(life: Life, step: number): boolean { return life.gone <= step; }
 
   /** Tokens whose keys and values the cache holds for a request after a step. */
   computed(life: Life, step: number): number {

@@ -73,8 +73,8 @@ export class View {
   }
 }
 
-export const ROWS = { overview: 20, marks: 30, tokens: 50, host: 13, device: 13, blocks: 34 };
-const GAP = 7;
+export const ROWS = { overview: 16, marks: 29, tokens: 42, host: 11, device: 11, blocks: 26 };
+const GAP = 5;
 export const CHART_HEIGHT = Object.values(ROWS).reduce((sum, height) => sum + height + GAP, 2);
 export const LANE = 17;
 
@@ -82,8 +82,35 @@ export function gutter(width: number): number { return width < 600 ? 50 : 74; }
 
 interface Column { prefill: number; decode: number; held: number; cached: number; arrivals: number; preempted: number; evicted: number; finished: number; first: number; last: number; }
 
+/** The chart of a canvas without its cursor, kept for as long as nothing else changes. */
+const drawn = new WeakMap<HTMLCanvasElement, { of: string; axis: Axis; theme: Theme; picture: HTMLCanvasElement }>();
+
 /** Draw the overview and the rows of the chart. */
 export function drawChart(canvas: HTMLCanvasElement, width: number, axis: Axis, view: View, cursor: number, theme: Theme): void {
+  const of = `${width} ${view.from} ${view.to} ${axis.replay.length} ${window.devicePixelRatio}`;
+  let kept = drawn.get(canvas);
+  if (!kept || kept.of !== of || kept.axis !== axis || kept.theme !== theme) {
+    kept = { of, axis, theme, picture: kept?.picture ?? document.createElement("canvas") };
+    drawn.set(canvas, kept);
+    drawAll(kept.picture, width, axis, view, theme);
+  }
+  const pen = prepare(canvas, width, CHART_HEIGHT);
+  pen.drawImage(kept.picture, 0, 0, width, CHART_HEIGHT);
+  if (!axis.replay.length) return;
+  const left = gutter(width), inner = width - left - 8, top = 2 + ROWS.overview + GAP;
+  const x = (place: number) => left + ((place - view.from) / (view.to - view.from || 1)) * inner;
+  const [from, to] = [x(axis.start(cursor)), x(axis.stop(cursor))];
+  pen.beginPath();
+  pen.rect(left, 0, inner, CHART_HEIGHT);
+  pen.clip();
+  pen.fillStyle = theme.dark ? "rgba(106,176,255,.16)" : "rgba(11,98,214,.10)";
+  pen.fillRect(from, top, Math.max(2, to - from), CHART_HEIGHT - top);
+  needle(pen, from, to, top - 4, CHART_HEIGHT, theme);
+  pen.fillStyle = theme.accent; // and where it is in the whole
+  pen.fillRect(left + (axis.start(cursor) / axis.end) * inner - 0.75, 2, 1.5, ROWS.overview);
+}
+
+function drawAll(canvas: HTMLCanvasElement, width: number, axis: Axis, view: View, theme: Theme): void {
   const pen = prepare(canvas, width, CHART_HEIGHT);
   const { replay } = axis;
   const { steps, engine } = replay.recording;
@@ -108,7 +135,8 @@ export function drawChart(canvas: HTMLCanvasElement, width: number, axis: Axis, 
   label("events", rows.marks, ROWS.marks);
   label("tokens", rows.tokens, ROWS.tokens);
   label("host", rows.host, ROWS.host);
-  label("device", rows.device, ROWS.device);
+  const host = engine.device === "cpu"; // there the step is computed while it is submitted
+  label(host ? "cpu" : "device", rows.device, ROWS.device);
   label("blocks", rows.blocks, ROWS.blocks);
   if (!steps.length) return;
 
@@ -140,9 +168,6 @@ export function drawChart(canvas: HTMLCanvasElement, width: number, axis: Axis, 
   pen.clip();
 
   const first = axis.stepAt(view.from), last = axis.stepAt(view.to);
-  const [from, to] = [x(axis.start(cursor)), x(axis.stop(cursor))];
-  pen.fillStyle = theme.dark ? "rgba(106,176,255,.16)" : "rgba(11,98,214,.10)";
-  pen.fillRect(from, rows.marks, Math.max(2, to - from), CHART_HEIGHT - rows.marks);
 
   for (const row of ["tokens", "blocks"] as const) {
     pen.strokeStyle = theme.line;
@@ -173,28 +198,56 @@ export function drawChart(canvas: HTMLCanvasElement, width: number, axis: Axis, 
     const size = wide ? 3.4 : 2.4;
     if (column.arrivals) triangle(pen, centre, rows.marks + 5, size, theme.soft);
     if (column.finished) disc(pen, centre, rows.marks + 11.5, size - 0.6, theme.device);
-    if (column.evicted) diamond(pen, centre, rows.marks + 18.5, size, theme.prefill);
+    if (column.evicted) diamond(pen, centre, rows.marks + 18.5, size, theme.evicted);
     if (column.preempted) cross(pen, centre, rows.marks + 25.5, size, theme.alarm);
   }
 
-  // phases need room: with many steps a pixel they would be noise, so the share of each is what is shown then
-  for (let n = first; n <= last; n++) {
+  // with many steps to a few pixels, the height of a colour is its share of the time
+  const crowded = inner / Math.max(1, last - first + 1) < 4;
+  if (crowded) drawShares(pen, axis, first, last, host, rows, x, theme);
+  for (let n = first; n <= last && !crowded; n++) {
     const t = steps[n].t;
-    const end = x(axis.moment(n, t[5])), begin = x(axis.moment(n, t[0]));
-    if (end - begin < 0.4 && n % Math.ceil(0.5 / Math.max(0.01, end - begin))) continue;
     for (const [i, [start, stop]] of [[t[0], t[1]], [t[1], t[2]], [t[3], t[4]], [t[4], t[5]]].entries()) {
       const a = x(axis.moment(n, start)), b = x(axis.moment(n, stop));
       pen.fillStyle = theme.phases[i];
       pen.fillRect(a, rows.host, Math.max(b - a, i === 2 ? 0.5 : 0.8), ROWS.host);
     }
-    const a = x(axis.moment(n, t[2])), b = x(axis.moment(n, t[4]));
+    const a = x(axis.moment(n, host ? t[1] : t[2])), b = x(axis.moment(n, t[4]));
     pen.fillStyle = theme.device;
     pen.globalAlpha = n % 2 ? 0.62 : 1;
     pen.fillRect(a, rows.device, Math.max(0.6, b - a - (b - a > 3 ? 1 : 0)), ROWS.device);
     pen.globalAlpha = 1;
   }
-  needle(pen, from, to, rows.marks - 4, CHART_HEIGHT, theme);
   pen.restore();
+}
+
+function drawShares(
+  pen: CanvasRenderingContext2D, axis: Axis, first: number, last: number, host: boolean, rows: Record<string, number>, x: (place: number) => number, theme: Theme,
+): void {
+  const { steps } = axis.replay.recording;
+  for (let n = first; n <= last; ) {
+    const from = Math.floor(x(axis.start(n)) / 2) * 2;
+    const spent = [0, 0, 0, 0];
+    let busy = 0, to = from + 2, began = steps[n].t[0], ended = began;
+    for (; n <= last && x(axis.start(n)) < from + 2; n++) {
+      const t = steps[n].t;
+      for (const [i, [start, stop]] of [[0, 1], [1, 2], [3, 4], [4, 5]].entries()) spent[i] += t[stop] - t[start];
+      busy += t[4] - t[host ? 1 : 2];
+      ended = Math.max(ended, t[5]);
+      to = Math.max(to, Math.ceil(x(axis.stop(n))));
+    }
+    const total = spent.reduce((sum, each) => sum + each, 0) || 1;
+    let y = rows.host;
+    for (let i = 0; i < 4; i++) {
+      const height = (spent[i] / total) * ROWS.host;
+      pen.fillStyle = theme.phases[i];
+      pen.fillRect(from, y, to - from, height);
+      y += height;
+    }
+    const height = Math.min(1, busy / Math.max(1, ended - began)) * ROWS.device;
+    pen.fillStyle = theme.device;
+    pen.fillRect(from, rows.device + ROWS.device - height, to - from, height);
+  }
 }
 
 function needle(pen: CanvasRenderingContext2D, from: number, to: number, top: number, bottom: number, theme: Theme): void {

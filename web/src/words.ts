@@ -33,8 +33,7 @@ export function list(items: (string | number)[], most = 8): string {
 }
 
 export function nameOf(life: Life, replay: Replay): string {
-  const samples = replay.lives.some((other) => other.facts.id === life.facts.id && other.facts.sample > 0);
-  return samples ? `${life.facts.id}.${life.facts.sample}` : life.facts.id;
+  return replay.sampled.has(life.facts.id) ? `${life.facts.id}.${life.facts.sample}` : life.facts.id;
 }
 
 /** Why the head of the queue is not admitted. */
@@ -97,6 +96,12 @@ export function tell(replay: Replay, step: number): Line[] {
       const owner = request >= 0 ? request : ownerOfTake(facts.blocks, i);
       evicted.set(owner, [...(evicted.get(owner) ?? []), block]);
     }
+  }
+  if (evicted.size > 2) {
+    const requests = [...evicted.keys()].filter((request) => request >= 0);
+    const total = [...evicted.values()].reduce((sum, blocks) => sum + blocks.length, 0);
+    say("evict", `${whole(total)} blocks, unused for longest, are evicted for requests ${list(requests.map(name))}.`, requests);
+    evicted.clear();
   }
   for (const [request, blocks] of evicted) {
     const whom = request >= 0 ? ` for request ${name(request)}` : "";
