@@ -87,7 +87,7 @@ export function drawMap(
         pen.fill();
       };
       const held = state.readers[block], who = readers.get(block) ?? [];
-      const dimmed = look.selected >= 0 && held > 0 && !mine.has(block);
+      const dimmed = mine.size > 0 && held > 0 && !mine.has(block);
       pen.globalAlpha = dimmed ? 0.32 : 1;
       if (held > 0) {
         const shown = who.length ? (look.selected >= 0 && mine.has(block) ? [look.selected, ...who.filter((each) => each !== look.selected)] : who).slice(0, 4) : [-1];
@@ -123,7 +123,7 @@ export function drawMap(
           else pen.fillStyle = theme.ink;
           const label = held > 1 ? `×${held}` : who.length ? nameOf(replay.lives[who[0]], replay) : "pin";
           if (label.length <= cell / 6.5) {
-            if (held > 1) {
+            if (held > 1 && !dimmed) {
               pen.lineWidth = 3;
               pen.strokeStyle = theme.dark ? "rgba(255,255,255,.55)" : "rgba(0,0,0,.45)";
               pen.fillStyle = theme.dark ? "#12151a" : "#fff";

@@ -84,9 +84,7 @@ export function Timeline({ player }: { player: Player }) {
       <div class="panel-head">
         <h2>Timeline</h2>
         <span class="keys" aria-hidden="true">
-          <i class="swatch decode" />decode <i class="swatch prefill" />prefill
-          <b class="mark">▼</b>arrives <b class="mark green">●</b>ends <b class="mark orange">◆</b>eviction <b class="mark red">✕</b>preemption
-          <span class="wide"><i class="swatch p0" />decide <i class="swatch p1" />submit <i class="swatch p2" />wait <i class="swatch p3" />settle</span>
+          {KEYS.map(([look, word]) => <span>{look.startsWith("mark") ? <b class={look}>{SIGNS[word]}</b> : <i class={look} />}{word}</span>)}
         </span>
         <span class="push" />
         <div class="group" role="group" aria-label="Scale">
@@ -124,6 +122,12 @@ export function Timeline({ player }: { player: Player }) {
   );
 }
 
+const KEYS: [string, string][] = [
+  ["swatch decode", "decode"], ["swatch prefill", "prefill"], ["mark", "arrives"], ["mark green", "ends"], ["mark orange", "eviction"], ["mark red", "preemption"],
+  ["swatch wide p0", "decide"], ["swatch wide p1", "submit"], ["swatch wide p2", "wait"], ["swatch wide p3", "settle"],
+];
+const SIGNS: Record<string, string> = { arrives: "▼", ends: "●", eviction: "◆", preemption: "✕" };
+
 function laneHint(player: Player, request: number): string[] {
   const life = player.replay.lives[request];
   const { before_step, end_step, finish, prompt } = life.facts;
@@ -146,6 +150,10 @@ export function BlockMap({ player }: { player: Player }) {
   useLayoutEffect(() => {
     if (width) drawMap(canvas.current!, width, Math.min(height, grid.height + 8), scroll - 4, grid, replay, state, { selected, hovered, step: cursor }, theme);
   });
+
+  useEffect(() => { // while steps go by under a pointer that rests
+    if (hovered >= 0 && player.hint) player.say({ ...player.hint, lines: describeBlock(replay, replay.at(player.cursor), hovered, player.cursor) });
+  }, [cursor]);
 
   let held = 0, shared = 0, cached = 0;
   for (let block = 0; block < blocks; block++) {

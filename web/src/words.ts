@@ -55,6 +55,10 @@ export function whyWaiting(wait: Wait, replay: Replay, step: number): string {
   }
 }
 
+const SHORTLY: Record<string, string> = {
+  budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "others had to make room",
+};
+
 export const FINISHES: Record<string, string> = {
   stop: "it came to its stop", length: "it reached its limit of tokens", abort: "it was aborted", error: "an error ended it",
 };
@@ -151,7 +155,7 @@ export function tell(replay: Replay, step: number): Line[] {
   for (const request of ended.slice(0, 6)) say("end", `Request ${name(request)} ends: ${finish(lives[request])}.`, [request]);
   if (ended.length > 6) say("end", `${whole(ended.length - 6)} more requests end.`, ended.slice(6));
   const head = facts.wait ? replay.waiting(step)[0] : undefined;
-  if (head) say("wait", `Request ${name(head.index)} waits: ${whyWaiting(facts.wait, replay, step)}.`, [head.index]);
+  if (head) say("wait", `Request ${name(head.index)} waits: ${SHORTLY[facts.wait!] ?? facts.wait}.`, [head.index]);
   if (facts.failed) say("fail", `The step failed: ${facts.failed}`);
   return lines;
 }

@@ -9,6 +9,7 @@ page.html is built from web/, see docs/page.md; a test holds that it is what the
 
 import html
 import json
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -16,9 +17,14 @@ OPENING, CLOSING = '<script type="application/json" id="recording"', "></script>
 
 
 def render(recording: dict[str, Any]) -> str:
-    """Return the page that replays a recording. Nothing in its texts can end the script that holds it."""
+    """Return the page that replays a recording. Nothing in its texts can end the script that holds it.
+
+    Raises ValueError if a number is infinite or none: JSON has no word for it.
+    """
     text = json.dumps(recording, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return _fill(">" + text.replace("<", "\\u003c") + "</script>")
+    # half a surrogate pair, as a token alone can be, has no UTF-8
+    text = re.sub("[<\ud800-\udfff]", lambda found: f"\\u{ord(found.group()):04x}", text)
+    return _fill(f">{text}</script>")
 
 
 def render_live(events: str = "/events") -> str:
