@@ -26,8 +26,9 @@ from nanovllm.trace.page import render, render_live
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-extensions", "--mute-audio", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--remote-debugging-pipe",
 ]  # fmt: skip
 
 PRESSED = json.loads((Path(__file__).parent / "pressed.recording.json").read_text(encoding="utf-8"))
@@ -357,9 +358,8 @@ def test_blocks_tell_what_they_hold_and_select_who_reads_them(show):
     assert "Block 0: held by 1 reader" in hint and "request r1" in hint and "“Write of the cold”" in hint
     page.mouse(x + 40 + 10, y + 14, click=True)
     assert page.state()["selected"] == 1
-    page("nanovllm.player.go(2)")
-    page.frame()
-    assert "shared in this step" in page.text(".hint")
+    page("nanovllm.player.go(2)")  # under a pointer that rests
+    page.until("document.querySelector('.hint').innerText.includes('shared in this step')")
 
 
 # --- driving it ---------------------------------------------------------------------------------------------------
