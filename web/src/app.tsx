@@ -12,6 +12,10 @@ export function App({ player }: { player: Player }) {
   useEffect(() => {
     document.documentElement.dataset.theme = player.dark ? "dark" : "light";
   }, [player.dark]);
+  const { cursor, selected, playing, live } = player;
+  useEffect(() => { // an address that can be passed on
+    if (!playing && !live) history.replaceState(null, "", `#step=${cursor}${selected >= 0 ? `&request=${selected}` : ""}`);
+  }, [cursor, selected, playing, live]);
   useEffect(() => {
     const listen = (event: KeyboardEvent) => press(player, event);
     window.addEventListener("keydown", listen);
@@ -38,11 +42,16 @@ export function App({ player }: { player: Player }) {
   );
 }
 
+function recordedSteps(player: Player): number {
+  const { steps } = player.replay.recording;
+  return steps.length - (steps.at(-1)?.after ? 1 : 0);
+}
+
 function Header({ player }: { player: Player }) {
   const { engine, dropped_steps } = player.replay.recording;
   const totals = useMemo(() => player.totals(), [player.replay, player.replay.length]);
   const facts: [string, string][] = [
-    ["requests", whole(totals.requests)], ["steps", whole(player.replay.length)], ["tokens drawn", whole(totals.tokens)], ["tokens/s", whole(totals.perSecond)],
+    ["requests", whole(totals.requests)], ["steps", whole(recordedSteps(player))], ["tokens drawn", whole(totals.tokens)], ["tokens/s", whole(totals.perSecond)],
     ["cache hits", percent(totals.hitRate)], ["preemptions", whole(totals.preemptions)], ["evictions", whole(totals.evictions)],
   ];
   if (dropped_steps) facts.push(["steps missing", whole(dropped_steps)]);
@@ -79,7 +88,7 @@ function Transport({ player }: { player: Player }) {
           const value = event.currentTarget.value;
           player.speed = value === "real" ? "real" : (Number(value) as Speed);
           player.changed();
-        }}>{speeds.map((speed) => <option value={String(speed)}>{speed === "real" ? "as it was" : `${speed} steps/s`}</option>)}</select>
+        }}>{speeds.map((speed) => <option value={String(speed)}>{speed === "real" ? "real time" : `${speed} steps/s`}</option>)}</select>
       </label>
       <div class="group jump" role="group" aria-label="Jump">
         <button aria-label={`Previous ${JUMPS[kind]}`} title="Previous (⇧N)" onClick={() => player.jump(kind, -1)}>‹</button>
@@ -181,7 +190,7 @@ function Help({ player }: { player: Player }) {
           <p><b>Prefill</b> reads a prompt, many tokens in one step; a long prompt comes in chunks, so that others need not wait for it. <b>Decode</b> draws one token in each step, for all running requests together.</p>
           <p>What the model remembers of a request lies in <b>blocks</b> of a few tokens. A block is <i>held</i> while a request reads it, in that request's colour, and fills from the bottom. Two requests with the same beginning <i>share</i> its blocks: the cell is split between them. When the last reader lets go, a full block stays <i>cached</i> (grey, with a folded corner), so that a later prompt may find it. When no blank block is left, the cached one that has not been used for longest is <i>evicted</i>: the palest, with a dashed edge.</p>
           <p>If the running requests need more blocks than there are, the last of them is <b>preempted</b> (hatched in its lane): it gives its blocks back, waits, and is computed again.</p>
-          <p>Where to look: drag along the timeline, the strip above it moves the part that is seen; hover over anything; click a lane, a block or a number to follow one request. Numbers in blocks are requests, ×2 means two readers.</p>
+          <p>Where to look: drag along the timeline, the strip above it moves the part that is seen; with ctrl the wheel zooms; hover over anything; click a lane, a block or a number to follow one request. Numbers in blocks are requests, ×2 means two readers.</p>
         </div>
         <table><caption>Keys</caption><tbody>{KEYS.map(([key, text]) => <tr><th scope="row"><kbd>{key}</kbd></th><td>{text}</td></tr>)}</tbody></table>
       </div>

@@ -11,7 +11,7 @@ export interface Grid { cell: number; gap: number; across: number; rows: number;
 /** Cells as large as the room allows; past some thousands they get small, and the map scrolls. */
 export function layOut(blocks: number, width: number, height: number): Grid {
   const left = 40;
-  for (let cell = 40; cell >= 4; cell--) {
+  for (let cell = 52; cell >= 4; cell--) {
     const gap = cell > 14 ? 3 : cell > 7 ? 2 : 1;
     let across = Math.max(1, Math.floor((width - left) / (cell + gap)));
     if (across >= 8) across -= across % (across >= 32 ? 8 : 4); // numbers at the left are round
@@ -64,12 +64,14 @@ export function drawMap(
   pen.font = FONT;
   pen.textBaseline = "middle";
 
+  const large = cell > 32 ? FONT.replace("11px", "13px") : FONT;
   const greys = Array.from({ length: 32 }, (_, i) => greyOf(i / 31, theme));
   const firstRow = Math.max(0, Math.floor(scroll / pitch)), lastRow = Math.min(grid.rows, Math.ceil((scroll + height) / pitch));
   const every = Math.max(1, Math.ceil(14 / pitch));
   for (let row = firstRow; row < lastRow; row++) {
     const y = row * pitch - scroll;
     if (row % every === 0) {
+      pen.font = FONT;
       pen.textAlign = "right";
       pen.fillStyle = theme.faint;
       pen.fillText(String(row * across), left - 8, y + cell / 2 + 0.5);
@@ -88,7 +90,7 @@ export function drawMap(
       };
       const held = state.readers[block], who = readers.get(block) ?? [];
       const dimmed = mine.size > 0 && held > 0 && !mine.has(block);
-      pen.globalAlpha = dimmed ? 0.32 : 1;
+      pen.globalAlpha = dimmed ? 0.42 : 1;
       if (held > 0) {
         const shown = who.length ? (look.selected >= 0 && mine.has(block) ? [look.selected, ...who.filter((each) => each !== look.selected)] : who).slice(0, 4) : [-1];
         let filled = 1;
@@ -118,9 +120,14 @@ export function drawMap(
         }
         if (round) pen.restore();
         if (cell >= 17) {
+          pen.font = large;
           pen.textAlign = "center";
           if (!who.length || held > 1 || filled > 0.5) pen.fillStyle = inkOn(shown[0], theme);
           else pen.fillStyle = theme.ink;
+          if (dimmed) {
+            pen.globalAlpha = 1;
+            pen.fillStyle = theme.soft;
+          }
           const label = held > 1 ? `×${held}` : who.length ? nameOf(replay.lives[who[0]], replay) : "pin";
           if (label.length <= cell / 6.5) {
             if (held > 1 && !dimmed) {

@@ -25,6 +25,8 @@ export interface Step {
   blocks: number[];
   top?: Record<string, [number, number][]>;
   failed?: string;
+  /** No step at all, but what became of the blocks after the last one. */
+  after?: boolean;
 }
 
 export interface Recording {
@@ -66,6 +68,12 @@ export function check(found: unknown): Recording {
     throw new Unreadable("This recording lacks its engine, its requests or its steps. Record it again.");
   recording.texts ??= {};
   return recording;
+}
+
+/** Let what came after the last step be seen like a step. */
+export function showTail(recording: Recording): void {
+  const { steps, tail } = recording, last = steps.at(-1);
+  if (last && tail?.length) steps.push({ t: Array(6).fill(last.t[5]), spans: [], preempted: [], wait: null, blocks: tail, after: true });
 }
 
 /** An empty recording, which live messages fill. */

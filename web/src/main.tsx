@@ -2,7 +2,7 @@
 
 import { render } from "preact";
 import { App } from "./app";
-import { empty, read, Unreadable } from "./format";
+import { empty, read, showTail, Unreadable } from "./format";
 import { listen } from "./live";
 import { Player } from "./player";
 import { Replay } from "./replay";
@@ -17,9 +17,11 @@ function begin(): void {
   const script = document.getElementById("recording")!;
   const address = script.dataset.live;
   const recording = address ? empty({ block_size: 1, num_blocks: 0, model: "live" }) : read(script.textContent ?? "");
+  showTail(recording);
   script.textContent = ""; // so that its text is not kept twice
   const player = new Player(new Replay(recording), matchMedia("(prefers-color-scheme: dark)").matches);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => { player.dark = event.matches; player.changed(); });
+  if (player.replay.lives.length) player.selected = 0; // so that a text is seen at once
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
     if (key === "step") player.go(Number(value) || 0);
     if (key === "request") player.selected = player.replay.lives[Number(value)] ? Number(value) : -1;

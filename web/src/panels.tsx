@@ -28,8 +28,8 @@ export function Story({ player }: { player: Player }) {
   return (
     <section class="panel story" aria-label="What happened in this step">
       <div class="panel-head">
-        <h2>Step {whole(cursor)}</h2>
-        {step ? <span class="quiet">{time(step.t[5] - step.t[0])} long, at {time(step.t[0])}</span> : null}
+        <h2>{step?.after ? "After the last step" : `Step ${whole(cursor)}`}</h2>
+        {step && !step.after ? <span class="quiet">{time(step.t[5] - step.t[0])} long, at {time(step.t[0])}</span> : null}
       </div>
       {step ? (
         <ol class="lines">

@@ -388,6 +388,7 @@ export function describeStep(axis: Axis, step: number): string[] {
   const { replay } = axis;
   const { t, failed } = replay.recording.steps[step];
   const { prefill, decode, arrivals, preempted, evicted, finished } = replay.counts;
+  if (replay.recording.steps[step].after) return ["After the last step"];
   const lines = [`Step ${whole(step)}, at ${time(t[0])}, ${time(t[5] - t[0])} long`];
   lines.push(`${whole(prefill[step])} prompt and ${whole(decode[step])} decoded tokens`);
   lines.push(`decide ${time(t[1] - t[0])}, submit ${time(t[2] - t[1])}, wait ${time(t[4] - t[3])}, settle ${time(t[5] - t[4])}`);

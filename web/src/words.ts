@@ -123,19 +123,20 @@ export function tell(replay: Replay, step: number): Line[] {
       decoding.push(request);
       continue;
     }
+    let before = "";
     const admitted = life.admitted.indexOf(step);
     if (admitted >= 0) {
       const found = life.found[admitted];
       const cached = found ? `${count(found, "token")} found in the cache (${count(found / recording.engine.block_size, "block")})` : "nothing of it is in the cache";
       const again = admitted > 0 ? "resumes" : "is admitted";
-      say("admit", `Request ${name(request)} ${again}: ${cached}.`, [request]);
+      before = `Request ${name(request)} ${again}: ${cached}. `;
     }
     const [chunk, chunks] = chunkOf(life, at);
     const part = chunks > 1 ? ` (chunk ${chunk} of ${chunks})` : "";
     const tokens = stop - start === 1 ? `token ${whole(start)}` : `tokens ${whole(start)}–${whole(stop - 1)}`;
     const what = kind === RECOMPUTE ? `computes ${tokens} again` : `gets prompt ${tokens}`;
     const draws = token >= 0 ? `, and draws ${quote(recording.texts[token], token)}` : "";
-    say("prefill", `Request ${name(request)} ${what}${part}${draws}.`, [request]);
+    say(before ? "admit" : "prefill", `${before}${before ? "It" : `Request ${name(request)}`} ${what}${part}${draws}.`, [request]);
   }
   if (decoding.length === 1) {
     const span = facts.spans.find(([request]) => request === decoding[0])!;
@@ -151,6 +152,10 @@ export function tell(replay: Replay, step: number): Line[] {
   if (freed.size) moved.push(`${whole(freed.size)} given back`);
   if (moved.length) say("blocks", `Blocks: ${list(moved)}; ${whole(replay.counts.held[step])} of ${whole(recording.engine.num_blocks)} are held.`);
 
+  if (facts.after) {
+    const alive = lives.filter((life) => life.gone > step);
+    say("end", alive.length ? `The recording ends; ${count(alive.length, "request")} had not come to an end.` : "The recording ends: nobody waits and nobody runs.");
+  }
   const ended = replay.endings.get(step) ?? [];
   for (const request of ended.slice(0, 6)) say("end", `Request ${name(request)} ends: ${finish(lives[request])}.`, [request]);
   if (ended.length > 6) say("end", `${whole(ended.length - 6)} more requests end.`, ended.slice(6));

@@ -176,7 +176,7 @@ def books(recording, step):
     """What the format says of a step, replayed from the beginning in the plainest way."""
     blocks = recording["engine"]["num_blocks"]
     readers, findable, lru, tables, running = [0] * blocks, [0] * blocks, [], {}, set()
-    for facts in recording["steps"][: step + 1]:
+    for facts in [*recording["steps"], {"blocks": recording["tail"], "preempted": [], "spans": []}][: step + 1]:
         events = facts["blocks"]
         for code, block, request in zip(events[::3], events[1::3], events[2::3], strict=True):
             if code in (TAKE, HOLD):
@@ -289,7 +289,7 @@ def test_the_page_needs_nothing_from_elsewhere():
 @browsed
 def test_the_books_are_those_of_the_recording_at_every_step(show):
     page = show(PRESSED)
-    steps = list(range(len(PRESSED["steps"])))
+    steps = list(range(len(PRESSED["steps"]) + 1))  # and what came after the last one
     there = [*steps, *reversed(steps), *random.Random(0).sample(steps, 40)]
     assert any(len(books(PRESSED, step)["waiting"]) > 1 for step in steps)
     expected = {step: books(PRESSED, step) for step in steps}
@@ -300,7 +300,7 @@ def test_the_books_are_those_of_the_recording_at_every_step(show):
 @browsed
 def test_a_step_is_told_in_words(show):
     page = show(tiny())
-    assert "Request r0 arrives" in page.text(".story") and "Request r0 gets prompt tokens 0–4" in page.text(".story")
+    assert "Request r0 arrives" in page.text(".story") and "It gets prompt tokens 0–4, and draws" in page.text(".story")
     assert "draws “ sea”" in page.text(".story")
     page.press("ArrowRight")
     story = page.text(".story")
@@ -357,7 +357,7 @@ def test_blocks_tell_what_they_hold_and_select_who_reads_them(show):
     hint = page.text(".hint")
     assert "Block 0: held by 1 reader" in hint and "request r1" in hint and "“Write of the cold”" in hint
     page.mouse(x + 40 + 10, y + 14, click=True)
-    assert page.state()["selected"] == 1
+    assert page.state()["selected"] == 1 and page("location.hash") == "#step=3&request=1"
     page("nanovllm.player.go(2)")  # under a pointer that rests
     page.until("document.querySelector('.hint').innerText.includes('shared in this step')")
 
@@ -369,10 +369,10 @@ def test_blocks_tell_what_they_hold_and_select_who_reads_them(show):
 def test_keys_step_play_and_help(show):
     page = show(PRESSED)
     page.press("End")
-    assert page.state()["cursor"] == 102
+    assert page.state()["cursor"] == 103 and "nobody waits and nobody runs" in page.text(".story")
     page.press("ArrowLeft")
     page.press("ArrowLeft", shift=True)
-    assert page.state()["cursor"] == 91
+    assert page.state()["cursor"] == 92
     page.press("Home")
     page("nanovllm.player.speed = 100")
     page.press(" ")
@@ -410,7 +410,7 @@ def test_the_pointer_moves_the_cursor_and_lanes_select(show):
     page.mouse(x + 200, y + 25, click=True)
     assert page.state()["selected"] == (scrolled + 24) // 17
     page.click("[aria-label='Zoom in']")
-    assert page("nanovllm.player.view.to - nanovllm.player.view.from") == pytest.approx(103 * 0.625)
+    assert page("nanovllm.player.view.to - nanovllm.player.view.from") == pytest.approx(104 * 0.625)
 
 
 @browsed
