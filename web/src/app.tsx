@@ -13,8 +13,10 @@ export function App({ player }: { player: Player }) {
     document.documentElement.dataset.theme = player.dark ? "dark" : "light";
   }, [player.dark]);
   const { cursor, selected, playing, live } = player;
-  useEffect(() => { // an address that can be passed on
-    if (!playing && !live) history.replaceState(null, "", `#step=${cursor}${selected >= 0 ? `&request=${selected}` : ""}`);
+  useEffect(() => { // an address that can be passed on; browsers bear only so many changes of it
+    if (playing || live) return;
+    const timer = setTimeout(() => history.replaceState(null, "", `#step=${cursor}${selected >= 0 ? `&request=${selected}` : ""}`), 200);
+    return () => clearTimeout(timer);
   }, [cursor, selected, playing, live]);
   useEffect(() => {
     const listen = (event: KeyboardEvent) => press(player, event);

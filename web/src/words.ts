@@ -143,7 +143,7 @@ export function tell(replay: Replay, step: number): Line[] {
     const draws = span[3] >= 0 ? `: ${quote(recording.texts[span[3]], span[3])}` : "";
     say("decode", `Request ${name(decoding[0])} decodes one token${draws}.`, decoding);
   } else if (decoding.length) {
-    say("decode", `${whole(decoding.length)} requests decode one token each: ${list(decoding.map(name), 12)}.`, decoding);
+    say("decode", `${whole(decoding.length)} requests decode one token each:`, decoding);
   }
   const moved: string[] = [];
   const total = [...taken.values()].reduce((sum, number) => sum + number, 0);

@@ -357,7 +357,8 @@ def test_blocks_tell_what_they_hold_and_select_who_reads_them(show):
     hint = page.text(".hint")
     assert "Block 0: held by 1 reader" in hint and "request r1" in hint and "“Write of the cold”" in hint
     page.mouse(x + 40 + 10, y + 14, click=True)
-    assert page.state()["selected"] == 1 and page("location.hash") == "#step=3&request=1"
+    assert page.state()["selected"] == 1
+    page.until("location.hash === '#step=3&request=1'")
     page("nanovllm.player.go(2)")  # under a pointer that rests
     page.until("document.querySelector('.hint').innerText.includes('shared in this step')")
 
