@@ -65,6 +65,7 @@ export function drawMap(
   pen.textBaseline = "middle";
 
   const large = cell > 32 ? FONT.replace("11px", "13px") : FONT;
+  const outlines: [number, number, number][] = []; // over all cells, so that no neighbour covers them
   const greys = Array.from({ length: 32 }, (_, i) => greyOf(i / 31, theme));
   const firstRow = Math.max(0, Math.floor(scroll / pitch)), lastRow = Math.min(grid.rows, Math.ceil((scroll + height) / pitch));
   const every = Math.max(1, Math.ceil(14 / pitch));
@@ -169,8 +170,7 @@ export function drawMap(
         }
       }
       pen.globalAlpha = 1;
-      const change = changed.get(block);
-      if (change !== undefined) outline(pen, change, x, y, cell, round, theme);
+      if (changed.has(block)) outlines.push([changed.get(block)!, x, y]);
       if (block === look.hovered) {
         pen.strokeStyle = theme.ink;
         pen.lineWidth = 2;
@@ -179,6 +179,7 @@ export function drawMap(
       }
     }
   }
+  for (const [change, x, y] of outlines) outline(pen, change, x, y, cell, round, theme);
 }
 
 /** What a step did to a block, around its cell: a line for taken, a thick one with corners for evicted, two for shared, dots for given back. */
@@ -189,14 +190,14 @@ function outline(pen: CanvasRenderingContext2D, change: number, x: number, y: nu
     pen.stroke();
   };
   const small = cell < 8;
-  pen.lineWidth = small ? 1 : 1.6;
+  pen.lineWidth = 1.6;
   if (change === TAKE) {
     pen.strokeStyle = theme.ink;
-    ring(small ? 0 : 0.8);
+    ring(0.8);
   } else if (change === EVICT) {
     pen.strokeStyle = theme.alarm;
-    pen.lineWidth = small ? 1.4 : 2;
-    ring(small ? 0 : 0.8);
+    pen.lineWidth = 2;
+    ring(small ? 1.2 : 0.8);
     if (cell >= 11) {
       pen.fillStyle = theme.alarm;
       pen.beginPath();

@@ -12,16 +12,16 @@ export interface Theme {
 }
 
 const LIGHT: Theme = {
-  dark: false, ink: "#1b1f24", soft: "#5d6673", faint: "#9aa3af", line: "#e3e6ea", panel: "#ffffff", cell: "#f2f4f6",
+  dark: false, ink: "#1b1f24", soft: "#5d6673", faint: "#747e8b", line: "#e3e6ea", panel: "#ffffff", cell: "#f2f4f6",
   accent: "#0b62d6", alarm: "#c8321f",
-  requests: ["#3b7dd8", "#e08a1e", "#2a9d78", "#c2497f", "#7b61c9", "#8a9a1f", "#d1553b", "#2b9bb3", "#a3703f", "#31418f"],
+  requests: ["#2f6fca", "#e08a1e", "#218764", "#c2497f", "#6f54c0", "#8a9a1f", "#c94a30", "#1f87a0", "#94622f", "#31418f"],
   onRequest: ["#fff", "#1b1f24", "#fff", "#fff", "#fff", "#1b1f24", "#fff", "#fff", "#fff", "#fff"],
   prefill: "#8db9f0", decode: "#0d4f9e", evicted: "#c77712", cached: [[226, 230, 236], [150, 161, 177], [0, 0, 0]],
-  phases: ["#7b61c9", "#2b9bb3", "#d5dae1", "#e08a1e"], device: "#2a9d78", held: "#7d93b5",
+  phases: ["#6f54c0", "#1f87a0", "#d5dae1", "#e08a1e"], device: "#218764", held: "#7d93b5",
 };
 
 const DARK: Theme = {
-  dark: true, ink: "#e8ebef", soft: "#9aa4b2", faint: "#6b7583", line: "#2b313a", panel: "#171b21", cell: "#1f242c",
+  dark: true, ink: "#e8ebef", soft: "#9aa4b2", faint: "#808b9a", line: "#2b313a", panel: "#171b21", cell: "#1f242c",
   accent: "#6ab0ff", alarm: "#ff7a66",
   requests: ["#5f9df0", "#eda03c", "#43bd93", "#e06c9f", "#9d86e8", "#a9b93e", "#ec7a5f", "#4dbbd2", "#c28f5b", "#e3d3a2"],
   onRequest: Array(10).fill("#12151a"),

@@ -74,7 +74,7 @@ function Queue({ player }: { player: Player }) {
   const step = replay.recording.steps[cursor];
   const [waiting, running] = [replay.waiting(cursor), replay.running(cursor)];
   const head = waiting[0];
-  const most = 60;
+  const most = 32;
   return (
     <div class="queues">
       <h3>Running <b>{whole(running.length)}</b>{replay.recording.engine.max_num_seqs ? <span class="quiet"> of at most {whole(replay.recording.engine.max_num_seqs)}</span> : null}</h3>
