@@ -133,8 +133,8 @@ export function drawMap(
           if (label.length <= cell / 6.5) {
             if (held > 1 && !dimmed) {
               pen.lineWidth = 3;
-              pen.strokeStyle = theme.dark ? "rgba(255,255,255,.55)" : "rgba(0,0,0,.45)";
-              pen.fillStyle = theme.dark ? "#12151a" : "#fff";
+              pen.strokeStyle = "rgba(0,0,0,.55)";
+              pen.fillStyle = "#fff";
               pen.strokeText(label, x + cell / 2, y + cell / 2 + 0.5);
             }
             pen.fillText(label, x + cell / 2, y + cell / 2 + 0.5);
