@@ -28,7 +28,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--remote-debugging-pipe",
+    "--disable-dev-shm-usage", "--remote-debugging-pipe",
 ]  # fmt: skip
 
 PRESSED = json.loads((Path(__file__).parent / "pressed.recording.json").read_text(encoding="utf-8"))
