@@ -1,6 +1,8 @@
 # make demo   a real model answers (the first time: installs, and fetches 98 MB)
 # make test   the whole test suite
 # make lint   formatting, lint, types
+# make browser     installs Chromium where it can, for the tests of the trace's page; they are skipped without it
+# make page        builds that page from web/ (needs npm); page-check holds the committed one to be what web/ builds
 # make gpu-test, gpu-bench   the tests that need a GPU, every row of `nanovllm bench`; see below
 #
 # All of it happens in .venv; what is installed there is not looked at again until pyproject.toml or
@@ -11,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint clean gpu-test gpu-bench gpu-python
+.PHONY: demo test lint clean browser page page-check page-checked gpu-test gpu-bench gpu-python
 
 demo: $(VENV)/.installed
 	$(BIN)/nanovllm generate --temperature 0 --max-tokens 48 \
@@ -27,7 +29,32 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) web/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Only as root, and only where apt-get has it: on any other machine this says so and does nothing.
+browser:
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \
+	    echo "browser: it is here"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
+	        >/dev/null 2>&1 || echo "browser: apt-get could not install chromium; tests of the page will be skipped" >&2; \
+	else \
+	    echo "browser: install Chromium to run the tests of the page; they will be skipped" >&2; \
+	fi
+
+page: web/node_modules/.installed
+	cd web && npm run --silent build
+
+page-check:
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory page-checked; \
+	else echo "page-check: npm is not here, so the page was not built again" >&2; fi
+
+page-checked: web/node_modules/.installed
+	cd web && npm run --silent check
+
+web/node_modules/.installed: web/package.json web/package-lock.json
+	cd web && npm ci --silent --no-audit --no-fund --ignore-scripts
+	touch $@
 
 # On a machine with a GPU, with the Python there that has a torch with CUDA, what nanovllm imports and, for the tests,
 # pytest: nothing is installed, nothing but what is measured is left behind. pytest-timeout, beartype and hypothesis are

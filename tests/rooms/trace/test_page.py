@@ -1,0 +1,621 @@
+"""The page in a real browser: what it shows of a recording is what a replay of the recording gives.
+
+Chromium is driven over a pipe by its own protocol, one JSON object after the other, so no driver is needed. Where
+there is no Chromium these tests are skipped, and say so; `make browser` installs it where it can.
+
+pressed.recording.json is of 16 requests in a pool of 24 blocks of 4 tokens: prompts are cut, shared and evicted all the
+time, and one request is preempted.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+from nanovllm.trace.page import render, render_live
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--disable-dev-shm-usage", "--remote-debugging-pipe",
+]  # fmt: skip
+
+PRESSED = json.loads((Path(__file__).parent / "pressed.recording.json").read_text(encoding="utf-8"))
+TAKE, HOLD, FREE, KNOW, FORGET, EVICT = range(6)
+
+browsed = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is here: `make browser` installs it where it can")
+
+
+class Page:
+    """A tab of a Chromium of our own."""
+
+    def __init__(self, folder):
+        here, theirs = os.pipe(), os.pipe()
+        log = (os.POSIX_SPAWN_OPEN, 2, os.path.join(folder, "log"), os.O_WRONLY | os.O_CREAT, 0o600)
+        # what it reads as descriptor 3 and writes as 4; ours are the lowest that were free, in this order
+        ends = [(os.POSIX_SPAWN_DUP2, here[0], 3), (os.POSIX_SPAWN_DUP2, theirs[1], 4)]
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        self.process = os.posix_spawn(CHROMIUM, command, os.environ, file_actions=[log, *ends])
+        os.close(here[0])
+        os.close(theirs[1])
+        self.pipe, self.answers, self.rest = here[1], theirs[0], b""
+        self.number, self.events, self.session = 0, [], None
+        target = next(t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self.session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method, **params):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.pipe, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == self.number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self.events.append(answer)
+
+    def _read(self):
+        while b"\0" not in self.rest:
+            piece = os.read(self.answers, 1 << 20)
+            assert piece, "the browser has ended"
+            self.rest += piece
+        first, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(first)
+
+    def __call__(self, script):
+        """The value of an expression in the page; promises are awaited."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def open(self, url, width=1280, height=800, dark=False):
+        self.events.clear()
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && document.querySelector('main, .refusal')")
+        self.frame()
+
+    def until(self, condition, seconds=10):
+        end = time.monotonic() + seconds
+        while not self(f"!!({condition})"):
+            assert time.monotonic() < end, f"never came: {condition}"
+            time.sleep(0.02)
+
+    def frame(self):
+        """Let the page draw."""
+        self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
+    def press(self, key, shift=False):
+        text = {"text": key} if len(key) == 1 else {}
+        for kind in ("keyDown", "keyUp"):
+            named = {"key": key, "modifiers": 8 if shift else 0, **(text if kind == "keyDown" else {})}
+            self.call("Input.dispatchKeyEvent", type=kind, **named)
+        self.frame()
+
+    def mouse(self, x, y, click=False):
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for kind in ("mousePressed", "mouseReleased") if click else ():
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.frame()
+
+    def click(self, selector):
+        self.mouse(*self.middle(selector), click=True)
+
+    def middle(self, selector):
+        find = f"const box = document.querySelector({selector!r}).getBoundingClientRect()"
+        return self(f"(() => {{ {find}; return [box.x + box.width / 2, box.y + box.height / 2] }})()")
+
+    def text(self, selector):
+        return self(f"document.querySelector({selector!r}).innerText")
+
+    def state(self, step=""):
+        return self(f"nanovllm.state({step})")
+
+    def complaints(self):
+        """What the page wrote to the console, and what went wrong in it."""
+        bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        self("1")  # so that all events are read
+        return [event for event in self.events if event.get("method") in bad]
+
+    def screenshot(self, path):
+        self.frame()
+        data = self.call("Page.captureScreenshot", format="png")["data"]
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(data))
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.call("Browser.close")
+        os.waitpid(self.process, 0)
+        os.close(self.pipe)
+        os.close(self.answers)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    page = Page(str(tmp_path_factory.mktemp("chromium")))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open a recording; at the end nothing may have gone wrong in it, nor come from elsewhere."""
+
+    def opened(recording, where="", **look):
+        path = tmp_path / "run.html"
+        path.write_text(recording if isinstance(recording, str) else render(recording), encoding="utf-8")
+        browser.open(f"{path.as_uri()}{where}", **look)
+        return browser
+
+    yield opened
+    assert browser.complaints() == []
+    assert browser("performance.getEntriesByType('resource').map(each => each.name)") == []
+
+
+def books(recording, step):
+    """What the format says of a step, replayed from the beginning in the plainest way."""
+    blocks = recording["engine"]["num_blocks"]
+    readers, findable, lru, tables, running = [0] * blocks, [0] * blocks, [], {}, set()
+    for facts in [*recording["steps"], {"blocks": recording["tail"], "preempted": [], "spans": []}][: step + 1]:
+        events = facts["blocks"]
+        for code, block, request in zip(events[::3], events[1::3], events[2::3], strict=True):
+            if code in (TAKE, HOLD):
+                readers[block] = 1 if code == TAKE else readers[block] + 1
+                tables.setdefault(request, []).append(block)
+            elif code == FREE:
+                readers[block] -= 1
+                tables[request].remove(block)
+                if readers[block] == 0 and findable[block]:
+                    lru.append(block)
+            elif code in (KNOW, FORGET):
+                findable[block] = int(code == KNOW)
+            if code in (HOLD, FORGET) and block in lru:
+                lru.remove(block)
+        running -= set(facts["preempted"])
+        running |= {span[0] for span in facts["spans"]}
+    requests = recording["requests"]
+    alive = {
+        index
+        for index, facts in enumerate(requests)
+        if facts["queued_step"] is not None
+        and facts["queued_step"] <= step
+        and (facts["gone_step"] is None or facts["gone_step"] > step)
+    }
+    return {
+        "step": step,
+        "readers": readers,
+        "findable": findable,
+        "lru": lru,
+        "tables": {str(request): table for request, table in tables.items() if table and request >= 0},
+        "waiting": sorted(alive - running, key=lambda index: (requests[index]["rank"], index)),
+        "running": sorted(alive & running),
+    }
+
+
+def seen(page, step):
+    state = page.state(step)
+    return {name: state[name] for name in ("step", "readers", "findable", "lru", "tables", "waiting", "running")}
+
+
+def tiny(**changes):
+    """Two requests with a common prompt, four steps; the second waits, and draws a token with alternatives."""
+
+    def facts(index, **more):
+        return {
+            "id": f"r{index}", "sample": 0, "arrived": 10 * index, "before_step": index, "queued_step": index,
+            "prompt": [1, 2, 3, 4, 5], "priority": 0, "rank": 0, "max_tokens": 2, "params": {"temperature": 0.5},
+            "cached": 4 * index, "ended": 500, "end_step": 1 + 2 * index, "gone_step": 2 + 2 * index,
+            "finish": "length", "stop": None, "text": " sea sky",
+        } | more  # fmt: skip
+
+    def step(n, spans, blocks, **more):
+        times = [100 * n + each for each in (0, 10, 20, 30, 80, 90)]
+        return {"t": times, "spans": spans, "preempted": [], "wait": None, "blocks": blocks} | more
+
+    recording = {
+        "format": "nanovllm recording", "version": 1, "dropped_steps": 0, "tail": [],
+        "engine": {"model": "tiny", "device": "cpu", "block_size": 4, "num_blocks": 4, "max_num_seqs": 1},
+        "texts": {"1": "Write", "2": " of", "3": " the", "4": " cold", "5": " wind:", "6": " sea", "7": " sky"},
+        "requests": [facts(0), facts(1)],
+        "steps": [
+            step(0, [[0, 0, 5, 6]], [TAKE, 0, 0, TAKE, 1, 0]),
+            step(1, [[0, 5, 6, 7]], [KNOW, 0, -1], wait="seqs"),
+            step(2, [[1, 4, 5, 6]], [FREE, 1, 0, FREE, 0, 0, HOLD, 0, 1, TAKE, 1, 1]),
+            step(3, [[1, 5, 6, 7]], [], top={"1": [[7, -0.2231], [6, -1.6094]]}),
+        ],
+    }  # fmt: skip
+    return recording | changes
+
+
+def held_in(html):
+    """The recording that a page holds."""
+    found = re.search(r'<script type="application/json" id="recording">(.*?)</script>', html, re.DOTALL)
+    return json.loads(found.group(1))
+
+
+# --- without a browser ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["</script><script>", "<!--<script>", "a\u2028b\u2029c", "\ud800", "é 水 \0 \\"])
+def test_the_page_holds_any_text_as_it_was(text):
+    recording = tiny(texts={"1": text})
+    html = render(recording)
+    assert held_in(html.encode("utf-8").decode("utf-8")) == recording
+    assert html.count("</script>") == render(tiny()).count("</script>")
+
+
+def test_numbers_that_json_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        render(tiny(texts={"1": float("nan")}))
+
+
+def test_the_live_page_holds_no_recording():
+    assert '<script type="application/json" id="recording" data-live="/a?b=1&amp;c"></script>' in render_live(
+        "/a?b=1&c"
+    )
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    html = render(tiny())
+    assert "default-src 'none'" in html and "Permission is hereby granted" in html, "its policy, the licence of Preact"
+    assert not re.search(r"""(src|href)=["'](?!data:,)[a-z]*:?/""", html)
+    pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    assert "trace/page/page.html" in pyproject, "the wheel must hold it"
+
+
+# --- what is shown is what was -----------------------------------------------------------------------------------
+
+
+@browsed
+def test_the_books_are_those_of_the_recording_at_every_step(show):
+    page = show(PRESSED)
+    steps = list(range(len(PRESSED["steps"]) + 1))  # and what came after the last one
+    there = [*steps, *reversed(steps), *random.Random(0).sample(steps, 40)]
+    assert any(len(books(PRESSED, step)["waiting"]) > 1 for step in steps)
+    expected = {step: books(PRESSED, step) for step in steps}
+    for step in there:
+        assert seen(page, step) == expected[step]
+
+
+@browsed
+def test_a_step_is_told_in_words(show):
+    page = show(tiny())
+    assert "Request r0 arrives" in page.text(".story") and "It gets prompt tokens 0–4, and draws" in page.text(".story")
+    assert "draws “ sea”" in page.text(".story")
+    page.press("ArrowRight")
+    story = page.text(".story")
+    assert "Request r0 decodes one token: “ sky”" in story and "ends: it reached its limit of tokens" in story
+    assert "Why request r1 is not admitted: as many requests run as may (1)." in story
+    page.press("ArrowRight")
+    assert "Request r1 is admitted: 4 tokens found in the cache (1 block)" in page.text(".story")
+
+
+@browsed
+def test_preemption_eviction_and_chunks_are_told(show):
+    page = show(PRESSED)
+    page.press("p")
+    step = page.state()["cursor"]
+    (victim,) = PRESSED["steps"][step]["preempted"]
+    assert f"Request {victim} is preempted" in page.text(".story")
+    page.press("Home")
+    page.press("e")
+    step = page.state()["cursor"]
+    first = next(n for n, facts in enumerate(PRESSED["steps"]) if EVICT in facts["blocks"][::3])
+    assert step == first
+    assert re.search(r"Blocks? \d+.* (is|are) evicted for request", page.text(".story"))
+    chunked = next(n for n, s in enumerate(PRESSED["steps"]) if any(span[3] == -1 for span in s["spans"]))
+    page(f"nanovllm.player.go({chunked})")
+    page.frame()
+    assert re.search(r"chunk 1 of [23]", page.text(".story"))
+    page.press("e", shift=True)
+    assert page.state()["cursor"] < chunked or "No earlier eviction" in page.text(".notices")
+
+
+@browsed
+def test_the_totals_are_those_of_the_recording(show):
+    page = show(PRESSED)
+    drawn = sum(span[3] >= 0 for step in PRESSED["steps"] for span in step["spans"])
+    evictions = sum(step["blocks"][::3].count(EVICT) for step in PRESSED["steps"])
+    text = page("[...document.querySelectorAll('.totals div')].map(each => each.textContent).join(';')")
+    for name, number in {
+        "requests": 16,
+        "steps": 103,
+        "tokens drawn": drawn,
+        "preemptions": 1,
+        "evictions": evictions,
+    }.items():
+        assert f"{name}{number}" in text, text
+
+
+@browsed
+def test_blocks_tell_what_they_hold_and_select_who_reads_them(show):
+    page = show(tiny(), "#step=3")
+    x, y = page(
+        "(() => { const box = document.querySelector('#map').getBoundingClientRect(); return [box.x, box.y] })()"
+    )
+    page.mouse(x + 40 + 10, y + 14)
+    hint = page.text(".hint")
+    assert "Block 0: held by 1 reader" in hint and "request r1" in hint and "“Write of the cold”" in hint
+    page.mouse(x + 40 + 10, y + 14, click=True)
+    assert page.state()["selected"] == 1
+    page.until("location.hash === '#step=3&request=1'")
+    page("nanovllm.player.go(2)")  # under a pointer that rests
+    page.until("document.querySelector('.hint').innerText.includes('shared in this step')")
+
+
+# --- driving it ---------------------------------------------------------------------------------------------------
+
+
+@browsed
+def test_keys_step_play_and_help(show):
+    page = show(PRESSED)
+    page.press("End")
+    assert page.state()["cursor"] == 103 and "nobody waits and nobody runs" in page.text(".story")
+    page.press("ArrowLeft")
+    page.press("ArrowLeft", shift=True)
+    assert page.state()["cursor"] == 92
+    page.press("Home")
+    page("nanovllm.player.speed = 100")
+    page.press(" ")
+    page.until("nanovllm.player.cursor > 5")
+    page.press(" ")
+    stopped = page.state()
+    time.sleep(0.1)
+    assert not stopped["playing"] and page.state()["cursor"] == stopped["cursor"]
+    page.press("?")
+    assert "How to read this" in page.text("dialog")
+    page.press("Escape")
+    assert page("document.querySelector('dialog')") is None
+    page.press("/")
+    assert page("document.activeElement.id") == "search"
+
+
+@browsed
+def test_playing_ends_with_the_last_step(show):
+    page = show(tiny(), "#step=0")
+    page("nanovllm.player.speed = 30")
+    page.click("#play")
+    page.until("nanovllm.player.cursor === 3 && !nanovllm.player.playing")
+
+
+@browsed
+def test_the_pointer_moves_the_cursor_and_lanes_select(show):
+    page = show(PRESSED)
+    middle, y = page.middle("#chart")
+    page.mouse(middle, y, click=True)
+    assert 45 <= page.state()["cursor"] <= 52
+    x, y = page(
+        "(() => { const box = document.querySelector('.lanes').getBoundingClientRect(); return [box.x, box.y] })()"
+    )
+    scrolled = page("document.querySelector('.lanes').scrollTop")
+    page.mouse(x + 200, y + 25, click=True)
+    assert page.state()["selected"] == (scrolled + 24) // 17
+    page.click("[aria-label='Zoom in']")
+    assert page("nanovllm.player.view.to - nanovllm.player.view.from") == pytest.approx(104 * 0.625)
+
+
+@browsed
+def test_a_text_grows_with_the_cursor_and_shows_alternatives(show):
+    page = show(tiny(), "#step=2&request=1")
+    assert page.text(".text") == "Write of the cold wind: sea"
+    assert page.text(".prompt.cached") == "Write of the cold" and page.text(".prompt.now") == " wind:"
+    page.press("ArrowRight")
+    assert page.text(".text").endswith(" sea sky") and page.text(".token.new") == " sky"
+    page.mouse(*page.middle(".token.new"))
+    assert "80 %" in page.text(".hint") and "20 %" in page.text(".hint") and "“ sea”" in page.text(".hint")
+    assert page.text(".table").split() == ["0", "1"]
+
+
+@browsed
+def test_search_finds_names_and_texts(show):
+    page = show(tiny())
+    for words, found in (("r1", 1), ("cold WIND", 0), ("sky", 0)):
+        page(f"document.querySelector('#search').value = {words!r}")
+        page("document.querySelector('.search').requestSubmit()")
+        page.frame()
+        assert page.state()["selected"] == found
+    page("document.querySelector('#search').value = 'no such words'")
+    page("document.querySelector('.search').requestSubmit()")
+    page.frame()
+    assert "nothing found" in page.text(".search")
+
+
+@browsed
+def test_dark_and_light_follow_the_system_and_the_switch(show):
+    page = show(PRESSED, dark=True)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page(ground)
+    page.press("d")
+    assert page(ground) != dark and page("document.documentElement.dataset.theme") == "light"
+    page.click("#theme")
+    assert page(ground) == dark
+
+
+@browsed
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (768, 1024), (1280, 800)])
+def test_nothing_is_wider_than_the_screen(show, width, height):
+    page = show(PRESSED, "#step=50&request=9", width=width, height=height)
+    assert page("document.documentElement.scrollWidth") <= width
+    outside = page("""[...document.querySelectorAll('button, select, input, .panel, canvas')].filter(each => {
+        const box = each.getBoundingClientRect();
+        return box.width && (box.left < -1 || box.right > innerWidth + 1);
+    }).map(each => each.outerHTML)""")
+    assert outside == []
+    nameless = page("""[...document.querySelectorAll('button, input, select')].filter(
+        each => !(each.innerText || each.ariaLabel || each.labels?.length)).map(each => each.outerHTML)""")
+    assert nameless == []
+
+
+# --- what can be wrong with a recording ---------------------------------------------------------------------------
+
+
+@browsed
+def test_hostile_texts_are_texts(show):
+    bad = "</script><script>document.title = 'hit'</script><img src=x onerror=\"document.title = 'hit'\">"
+    recording = tiny(texts={str(token): bad for token in range(1, 8)})
+    recording["engine"] |= {"model": bad}
+    recording["requests"][1] |= {"id": bad, "text": bad}
+    page = show(recording, "#step=3&request=1")
+    assert page.text(".text").startswith(bad)
+    assert page("document.images.length") == 0 and page("document.title") != "hit"
+
+
+@browsed
+@pytest.mark.parametrize(
+    ("html", "said"),
+    [
+        (render(tiny(version=2)), "version 2 of the format; the page shows version 1"),
+        (render({"hello": 1}), "no recording of nanovllm"),
+        (render(tiny()).replace('{"format"', '{format'), "is damaged"),
+        (render(tiny(engine={})), "lacks its engine"),
+    ],
+    ids=["version", "other", "damaged", "engine"],
+)  # fmt: skip
+def test_what_cannot_be_shown_says_why(show, html, said):
+    page = show(html)
+    assert said in page.text(".refusal")
+
+
+@browsed
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": [], "requests": []}, "This recording is empty"),
+        ({"steps": []}, "No step was recorded"),
+        ({"dropped_steps": 1234}, "1,234 steps are missing"),
+        ({"texts": {}}, ""),
+    ],
+    ids=["empty", "no steps", "missing", "no texts"],
+)
+def test_recordings_with_gaps_are_shown(show, changes, said):
+    page = show(tiny(**changes), "#request=1")
+    assert said in page.text(".notices")
+    for key in ("End", "ArrowLeft", " ", "p", "0", "+"):
+        page.press(key)
+
+
+@browsed
+def test_thousands_of_steps_are_reached_at_once(show):
+    blocks, steps, dice = 4096, 5000, random.Random(0)
+    recording = tiny(steps=[], requests=[])
+    recording["engine"] = {"model": "long", "device": "cuda", "block_size": 16, "num_blocks": blocks}
+    facts = tiny()["requests"][0] | {
+        "ended": None,
+        "end_step": None,
+        "gone_step": None,
+        "finish": None,
+        "before_step": 0,
+    }
+    recording["requests"] = [facts | {"id": str(index), "queued_step": 0} for index in range(32)]
+    for n in range(steps):
+        events = [TAKE, n, n % 32] if n < blocks else []
+        spans = [[request, 5 + n, 6 + n, 6] for request in range(32)]
+        spans = spans if n else [[request, 0, 5, 6] for request in range(32)]
+        recording["steps"].append(
+            {
+                "t": [n * 100 + each for each in (0, 1, 2, 3, 90, 95)],
+                "spans": spans,
+                "preempted": [],
+                "wait": None,
+                "blocks": events,
+            }
+        )
+    began = time.monotonic()
+    page = show(recording)
+    assert time.monotonic() - began < 8
+    places = [dice.randrange(steps) for _ in range(50)]
+    took = page(
+        f"{places}.map(step => {{ const began = performance.now(); nanovllm.player.replay.at(step);"
+        " return performance.now() - began }).sort((a, b) => a - b)"
+    )
+    assert took[40] < 16 and page.state(4999)["readers"] == [1] * blocks
+    assert sum(page.state(1000)["readers"]) == 1001
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the live page, and sends what is put into ``messages``; None breaks the connection."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.messages = Queue()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream" if self.path == "/events" else "text/html; charset=utf-8")
+        self.end_headers()
+        if self.path != "/events":
+            self.wfile.write(render_live().encode())
+            return
+        self.wfile.write(b"retry: 100\n\n")
+        while (message := self.server.messages.get()) is not None:
+            self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
+
+    def log_message(self, *facts):
+        pass
+
+
+@browsed
+def test_a_live_page_follows_until_it_is_scrubbed_and_comes_back(browser):
+    recording = tiny()
+    steps, requests = recording["steps"], [facts | {"index": n} for n, facts in enumerate(recording["requests"])]
+    with Server() as server:
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        assert "Waiting for the engine" in browser.text(".notices") or "connection" in browser.text(".notices")
+        alive = [{**facts, "ended": None, "end_step": None, "gone_step": None, "finish": None} for facts in requests]
+        server.messages.put(
+            {"engine": recording["engine"], "texts": recording["texts"], "requests": alive[:1], "steps": steps[:1]}
+        )
+        browser.until("nanovllm.player.replay.length === 1")
+        server.messages.put({"requests": alive[1:], "steps": steps[1:2]})
+        browser.until("nanovllm.player.cursor === 1")
+        assert browser.state()["follow"] and browser.state()["waiting"] == [1]
+        browser.press("Home")
+        ends = [{"index": 0, "ended": 500, "end_step": 1, "gone_step": 2, "finish": "length"}]
+        server.messages.put({"requests": ends, "steps": steps[2:]})
+        browser.until("nanovllm.player.replay.length === 4")
+        assert browser.state()["cursor"] == 0 and not browser.state()["follow"]
+        ended = recording | {"requests": [{**alive[0], **ends[0]}, alive[1]]}
+        for step in (3, 0, 2, 1):
+            assert seen(browser, step) == books(ended, step)
+        browser.click("#follow")
+        assert browser.state()["cursor"] == 3
+        server.messages.put(None)
+        browser.until("document.querySelector('#follow').innerText === 'connection lost' || !nanovllm.player.connected")
+        browser.until("nanovllm.player.connected")
+        server.messages.put({"engine": recording["engine"], "texts": {}, "requests": requests, "steps": steps[:2]})
+        browser.until("nanovllm.player.replay.length === 2")
+        assert browser.state()["cursor"] == 1, "a new engine begins anew"
+        server.messages.put({"requests": [{"index": 7}]})
+        browser.until("document.querySelector('.refusal')")
+        assert "Request 7 came when only 2 are known" in browser.text(".refusal")
+        browser.call("Page.navigate", url="about:blank")
+        server.messages.put(None)
+        server.shutdown()
