@@ -50,8 +50,11 @@ PACING = "nanovllm.pacing:PacedScheduler"
 COMPILER = "nanovllm.compiled"
 """The room that makes ``compile=True`` of a model."""
 
-RANKS = "nanovllm.parallel:Group"
+RANKS = "nanovllm.parallel.group:Group"
 """What starts the other ranks of ``tensor_parallel_size``, and speaks for them."""
+
+REPLICAS = "nanovllm.parallel.data:Replicas"
+"""The engine of ``data_parallel_size``: it sends requests to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,17 @@ def build(config: EngineConfig) -> Built:
     )
     facts = plan(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else open_tokenizer(config, checkpoint)
+    limits = Limits(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.model.vocab_size,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
+        seed=config.seed,
+    )
+    tools: Any = {} if tokenizer is None else text_tools(tokenizer, limits.eos_token_ids)
+    if config.data_parallel_size > 1:
+        replicas = find(REPLICAS)(config, facts, limits, **tools)
+        return Built(replicas, tokenizer, facts, checkpoint.generation_config, None, replicas.close)
     ranks = find(RANKS)(config, facts) if config.tensor_parallel_size > 1 else None
     with nullcontext() if ranks is None else ranks.guarding():
         runner, num_blocks = build_runner(config, checkpoint, facts, ranks)
@@ -128,22 +142,7 @@ def build(config: EngineConfig) -> Built:
         policy=config.scheduling_policy,
         share_outputs=not facts.deterministic,  # a drawn token's key is not, to the last bit, that of a prompt's token
     )
-    limits = Limits(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.model.vocab_size,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
-        seed=config.seed,
-    )
-    engine = LLMEngine(
-        scheduler,
-        leader,
-        limits,
-        make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
-        decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
-        make_matcher=None if tokenizer is None else matchers(tokenizer, limits.eos_token_ids),
-        encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
+    engine = LLMEngine(scheduler, leader, limits, **tools)
     close = (lambda: None) if ranks is None else ranks.close
     return Built(engine, tokenizer, facts, checkpoint.generation_config, runner.model, close)
 
@@ -374,6 +373,16 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
             logger.warning("%s has no tokenizer: prompts and outputs are token ids", config.model)
             return None
         raise
+
+
+def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> dict[str, Callable[..., Any]]:
+    """Return what an engine needs to know of texts."""
+    return {
+        "make_builder": lambda params: Detokenizer(tokenizer, params),
+        "decode_token": lambda token: tokenizer.decode([token], skip_special_tokens=False),
+        "make_matcher": matchers(tokenizer, eos_token_ids),
+        "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
+    }
 
 
 def matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[SamplingParams], Matcher]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import EngineError, SamplingParams
-from nanovllm.parallel import group
+from nanovllm.parallel import guard
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -50,7 +50,7 @@ def lose(llm, act, reason):
 
 def test_a_rank_that_is_frozen(open_llm, traces, monkeypatch):
     """Its threads, and this process's, are its share."""
-    monkeypatch.setattr(group, "PATIENCE", 1.0)
+    monkeypatch.setattr(guard, "PATIENCE", 1.0)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     llm = open_llm("llama", 2)
