@@ -27,7 +27,7 @@ from nanovllm.ops.sample import MOST_LOGPROBS
 from nanovllm.request import Matcher, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
-from nanovllm.tokenizer import Detokenizer, Tokenizer, end_ids
+from nanovllm.tokenizer import Tokenizer, end_ids, text_tools
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,9 @@ def build(config: EngineConfig) -> Built:
         eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
         seed=config.seed,
     )
-    tools: Any = {} if tokenizer is None else text_tools(tokenizer, limits.eos_token_ids)
+    tools: Any = {}
+    if tokenizer is not None:
+        tools = text_tools(tokenizer) | {"make_matcher": matchers(tokenizer, limits.eos_token_ids)}
     if config.data_parallel_size > 1:
         replicas = find(REPLICAS)(config, facts, limits, **tools)
         return Built(replicas, tokenizer, facts, checkpoint.generation_config, None, replicas.close)
@@ -373,16 +375,6 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
             logger.warning("%s has no tokenizer: prompts and outputs are token ids", config.model)
             return None
         raise
-
-
-def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> dict[str, Callable[..., Any]]:
-    """Return what an engine needs to know of texts."""
-    return {
-        "make_builder": lambda params: Detokenizer(tokenizer, params),
-        "decode_token": lambda token: tokenizer.decode([token], skip_special_tokens=False),
-        "make_matcher": matchers(tokenizer, eos_token_ids),
-        "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
-    }
 
 
 def matchers(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Callable[[SamplingParams], Matcher]:

@@ -38,15 +38,17 @@ class Parts:
 
     def integers(self, number: int) -> Sequence[int]:
         """Take the next integers."""
-        start, self._integer_at = self._integer_at, self._integer_at + number
-        _check(number >= 0 and self._integer_at <= len(self._integers), "has too few integers")
-        return self._integers[start : self._integer_at]
+        start = self._integer_at
+        _check(0 <= number <= len(self._integers) - start, "has too few integers")
+        self._integer_at += number
+        return self._integers[start : start + number]
 
     def numbers(self, number: int) -> Sequence[float]:
         """Take the next numbers."""
-        start, self._number_at = self._number_at, self._number_at + number
-        _check(number >= 0 and self._number_at <= len(self._numbers), "has too few numbers")
-        return self._numbers[start : self._number_at]
+        start = self._number_at
+        _check(0 <= number <= len(self._numbers) - start, "has too few numbers")
+        self._number_at += number
+        return self._numbers[start : start + number]
 
     def check_all_is_read(self) -> None:
         """Raise EngineError if the arrays hold more than the text spoke of."""

@@ -83,6 +83,17 @@ def open_llm(folders: dict[str, Path]) -> Callable[..., LLM]:
     return open_one
 
 
+@pytest.fixture(scope="session")
+def open_replicas(folders: dict[str, Path]) -> Callable[..., LLM]:
+    """Open a model as several replicas; the caller closes it."""
+
+    def open_one(name: str, size: int, **options: Any) -> LLM:
+        defaults = dict(dtype="float32", use_tqdm_on_load=False, block_size=8, num_gpu_blocks_override=64)
+        return LLM(folders[name], data_parallel_size=size, **{**defaults, **options})
+
+    return open_one
+
+
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Return what asserts that everything is as before: descriptors, processes, threads, files."""
@@ -111,12 +122,44 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield check
 
 
+FAULT = """
+import sys
+if sys.argv[0] == "-c" and len(sys.argv) == 4:
+    import nanovllm.model_runner, nanovllm.loader, os
+    def planted(plain, after):
+        count = iter(range(1, 10**9))
+        def call(*args, **options):
+            if next(count) > after:
+                {fault}
+            return plain(*args, **options)
+        return call
+    owner = {owner}
+    setattr(owner, "{name}", planted(getattr(owner, "{name}"), {after}))
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a function fail in workers, each time after so many calls."""
+
+    def do(owner: str, name: str, after: int, fault: str) -> None:
+        site = tmp_path / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(FAULT.format(owner=owner, name=name, after=after, fault=fault))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+    return do
+
+
 def children() -> set[int]:
     """Return the processes that this one has started, dead ones that nobody waits for too."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
     return found
+
+
+ROOT = Path(__file__).parents[3]
 
 
 class Thread:

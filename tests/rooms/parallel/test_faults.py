@@ -78,35 +78,6 @@ def test_two_engines_at_once_and_one_that_is_dropped(open_llm, folders, traces):
     traces()
 
 
-FAULT = """
-import sys
-if sys.argv[0] == "-c" and len(sys.argv) == 4:
-    import nanovllm.model_runner, nanovllm.loader, os
-    def planted(plain, after):
-        count = iter(range(1, 10**9))
-        def call(*args, **options):
-            if next(count) > after:
-                {fault}
-            return plain(*args, **options)
-        return call
-    owner = {owner}
-    setattr(owner, "{name}", planted(getattr(owner, "{name}"), {after}))
-"""
-
-
-@pytest.fixture
-def plant(tmp_path, monkeypatch):
-    """Let a function fail in workers, the first time after so many calls."""
-
-    def do(owner, name, after, fault):
-        site = tmp_path / "site"
-        site.mkdir()
-        (site / "sitecustomize.py").write_text(FAULT.format(owner=owner, name=name, after=after, fault=fault))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-
-    return do
-
-
 def test_an_exception_on_rank_1(open_llm, traces, plant):
     plant("nanovllm.model_runner.ModelRunner", "submit", 5, "raise ValueError('planted')")
     llm = open_llm("llama", 2)
