@@ -147,9 +147,8 @@ class Replicas(LLMEngine):
         if not self._news and not self._failures:
             self._take(STEP_SECONDS)
         if self._failures:
-            failure = self._failures.popleft()
-            self._forget(failure.outputs)
-            raise failure
+            self._forget(self._failures[0].outputs)
+            raise self._failures.popleft()  # in no variable: its traceback would hold the engine in a cycle
         news, self._news = self._news, []
         self._forget(news)
         return news

@@ -51,17 +51,20 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
 
     life.begin_to_answer()
     configure_logging()
-    tempfile.tempdir = hello["folder"]
     torch.set_num_threads(hello["threads"])
     if hello["device"] is not None:
         torch.cuda.set_device(hello["device"])
     line = Line(channel)
+    config = EngineConfig(**hello["options"])
+    if config.tensor_parallel_size > 1:  # what its ranks meet through goes with the parent, whatever happens to us
+        tempfile.tempdir = hello["folder"]
     try:
-        built = build(EngineConfig(**hello["options"]))
+        built = build(config)
     except NanoError as error:  # the parent raises it for us, and ends us
         line.send({"refused": [type(error).__name__, str(error), error.parameter]})
         line.receive()
         raise
+    tempfile.tempdir = None
     try:
         line.send({"num_blocks": built.engine.scheduler.blocks.num_blocks})
         Server(line, built.engine).run()
