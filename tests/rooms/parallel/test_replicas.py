@@ -56,7 +56,10 @@ def alone(open_llm):
 @pytest.fixture(scope="module")
 def shared_pair(open_replicas):
     with open_replicas("qwen3", 2) as llm:
+        engine = llm.llm_engine
         yield llm
+    with pytest.raises(EngineError, match="the engine is lost: it was closed"):
+        engine.add_request(None, [1], GREEDY)
 
 
 @pytest.fixture
@@ -69,21 +72,18 @@ def pair(shared_pair):
     return shared_pair
 
 
-def test_seeds_follow_from_the_order_of_requests_alone(open_replicas, alone):
-    """In a fresh engine of three, over two calls; a request that brings a seed and one that is refused count too."""
-    with open_replicas("qwen3", 3) as llm:
-        calls = [
-            [each.generate(PROMPTS[:4], DRAWN, use_tqdm=False) for each in (alone, llm)],
-            [each.generate(PROMPTS, [DRAWN, *[SamplingParams(seed=4)] * 5], use_tqdm=False) for each in (alone, llm)],
-        ]
-        for each in (alone, llm):
-            with pytest.raises(RequestError):
-                each.generate([[1], []], DRAWN, use_tqdm=False)
-        calls.append([each.generate(PROMPTS[:2], DRAWN, use_tqdm=False) for each in (alone, llm)])
-        engine = llm.llm_engine
-        assert all(work.requests for work in engine.work)
-    with pytest.raises(EngineError, match="the engine is lost: it was closed"):
-        engine.add_request(None, [1], GREEDY)
+def test_seeds_follow_from_the_order_of_requests_alone(alone, pair):
+    """Over three calls; a request that brings a seed and one that is refused count, or do not, as with one engine."""
+    engines = (alone, pair)
+    calls = [
+        [each.generate(PROMPTS[:4], DRAWN, use_tqdm=False) for each in engines],
+        [each.generate(PROMPTS, [DRAWN, *[SamplingParams(seed=4)] * 5], use_tqdm=False) for each in engines],
+    ]
+    for each in engines:
+        with pytest.raises(RequestError):
+            each.generate([[1], []], DRAWN, use_tqdm=False)
+    calls.append([each.generate(PROMPTS[:2], DRAWN, use_tqdm=False) for each in engines])
+    assert all(work.requests for work in pair.llm_engine.work)
     for expected, found in calls:
         assert_same(found, expected)
     assert len({tuple(each) for each in tokens(calls[0][0])}) == 4, "they are draws"
