@@ -109,6 +109,7 @@ def test_two_replicas_give_what_one_engine_gives(alone, pair, options):
     expected, found = (llm.generate(prompts, params, use_tqdm=False) for llm in (alone, pair))
     assert_same(found, expected)
     assert all(work.requests and work.output_tokens for work in pair.llm_engine.work)
+    assert pair.llm_engine.desk.balancer.queued == [0, 0], "also of those that ended early"
 
 
 def test_times_and_counts_come_with_each_output(pair):
@@ -143,7 +144,9 @@ def test_prompts_with_the_same_beginning_meet_in_one_cache(pair):
     salted = [{"prompt_token_ids": documents[0], "cache_salt": "other"}]
     assert pair.generate(salted, short, use_tqdm=False)[0].num_cached_tokens == 0
     assert pair.reset_prefix_cache()
-    assert pair.generate([documents[0]], short, use_tqdm=False)[0].num_cached_tokens == 0
+    before = pair.llm_engine.work[0].requests
+    assert pair.generate([documents[1]], short, use_tqdm=False)[0].num_cached_tokens == 0
+    assert pair.llm_engine.work[0].requests == before + 1, "it has no replica any more"
 
 
 def test_one_beginning_of_all_is_known_to_all(pair):
@@ -214,6 +217,25 @@ def test_a_step_waits_for_news_and_does_not_spin(pair):
         steps += 1
     seconds = time.perf_counter() - started
     assert steps <= seconds / 0.02 + 2 and time.thread_time() - cpu < 0.2 * seconds + 0.02
+
+
+def test_a_step_returns_while_replicas_are_silent(pair):
+    """So that Ctrl-C, and what other threads want, need not wait for them."""
+    engine = pair.llm_engine
+    frozen = [worker.process.pid for worker in engine._fleet._workers]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        engine.add_request(None, [1, 2], GREEDY)
+        started = time.perf_counter()
+        assert [engine.step() for _ in range(3)] == [[], [], []]
+        assert time.perf_counter() - started < 0.5
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+    while engine.has_unfinished_requests:
+        (output,) = engine.step() or [None]
+    assert len(output.token_ids) == 12
 
 
 def test_observers_see_requests_come_and_end(pair):
