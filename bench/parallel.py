@@ -8,6 +8,9 @@ tokens of a small model are the same for each engine (on GPUs, in bfloat16: log-
 differ). Then for each: seconds to start, tokens a second, milliseconds of a step of one request, and with replicas the
 largest one's part of the output tokens. ``--profile`` prints the kernels of some steps of one request, NCCL's among
 them. The last line is JSON; ratios are to the first engine.
+
+On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on one
+thread than on two: a ratio there says little of replicas. ``--threads`` gives the single engine fewer.
 """
 
 import argparse
@@ -151,7 +154,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="tokens of each request that is timed alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--threads", type=int, help="torch's threads of all processes together, on a CPU")
     arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         gate(Path(folder) / "gate", arguments.engines, arguments.device)
@@ -169,7 +175,8 @@ def main() -> None:
         found["throughput_ratio"] = found["tokens_per_second"] / base["tokens_per_second"]
         found["step_ratio"] = found["step_milliseconds"] / base["step_milliseconds"]
         print(f"{which}: throughput x {found['throughput_ratio']:.2f}, step x {found['step_ratio']:.2f}")
-    print(json.dumps(dict(bench="parallel", shape=arguments.shape, device=arguments.device, results=results)))
+    about = dict(shape=arguments.shape, device=arguments.device, threads=torch.get_num_threads())
+    print(json.dumps(dict(bench="parallel", **about, results=results)))
 
 
 if __name__ == "__main__":

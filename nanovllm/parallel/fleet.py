@@ -56,7 +56,8 @@ class Fleet:
                 self._workers.append(Worker(f"replica {place}", REPLICA))
             self._guard.start()
             for place, worker in enumerate(self._workers):
-                worker.channel.send_bytes(json.dumps(self._hello(config, facts, place, firsts[place])).encode())
+                with suppress(OSError):  # that it is gone is said by ``ask``
+                    worker.channel.send_bytes(json.dumps(self._hello(config, facts, place, firsts[place])).encode())
                 self._lines.append(Line(worker.channel))
             self.num_blocks = min(parts.text["num_blocks"] for parts in self.ask())
             """Of the smallest cache."""
