@@ -9,8 +9,8 @@ differ). Then for each: seconds to start, tokens a second, milliseconds of a ste
 largest one's part of the output tokens. ``--profile`` prints the kernels of some steps of one request, NCCL's among
 them. The last line is JSON; ratios are to the first engine.
 
-On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on one
-thread than on two: a ratio there says little of replicas. ``--threads`` gives the single engine fewer.
+On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on
+one thread than on two: a ratio there says little of replicas. ``--threads=1`` gives every process one.
 """
 
 import argparse
