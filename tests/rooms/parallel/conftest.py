@@ -18,6 +18,7 @@ from nanovllm import LLM
 from nanovllm.config import ModelConfig
 from nanovllm.loader import build_model, parameter_places
 
+ROOT = Path(__file__).parents[3]
 VOCAB = 259  # 256 bytes, two special tokens, one without a text: odd, so that the last rank has padding
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -157,9 +158,6 @@ def children() -> set[int]:
     for task in os.listdir("/proc/self/task"):
         found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
     return found
-
-
-ROOT = Path(__file__).parents[3]
 
 
 class Thread:

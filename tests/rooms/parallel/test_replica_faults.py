@@ -69,7 +69,8 @@ def test_a_replica_that_is_frozen(open_replicas, traces, monkeypatch):
     options = dict(scheduling_policy="priority", max_num_seqs=1, enable_prefix_caching=False)
     llm = open_replicas("llama", 2, **options)
     levels = [3] * 8 + [1] * 8
-    outputs = llm.generate(MANY[:16], LONG, priority=levels, use_tqdm=False)
+    some = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = llm.generate(MANY[:16], some, priority=levels, use_tqdm=False)
     firsts = [output.metrics.first_token_ts for output in outputs]
     # each replica may have begun with the first that came
     assert sorted(firsts[:8])[2] > max(firsts[8:])
