@@ -1,12 +1,16 @@
-"""What a second rank brings: tokens a second and the time of a step, for each number of ranks in one run.
+"""What a second GPU brings: tokens a second and the time of a step, of one engine, with a second rank, with a replica.
 
-    python3 bench/parallel.py [--shape 0.6b|8b|32b|tiny] [--ranks 1 2] [--requests 256] [--length 256] [--device cuda]
+    python3 bench/parallel.py [--shape 0.6b|8b|32b|tiny] [--engines 1x1 2x1 1x2] [--requests 256] [--length 256]
 
-Random weights of Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate
-comes first: greedy tokens of a small model are the same for each number of ranks (on GPUs, in
-bfloat16: log-probabilities are close until tokens differ). Then for each number: seconds to start, tokens a second, and
-milliseconds of a step of one request. ``--profile`` prints the kernels of some steps of one request, NCCL's among them.
-The last line is JSON.
+An engine is written as ranks x replicas: 2x1 is tensor_parallel_size=2, 1x2 data_parallel_size=2. Random weights of
+Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate comes first: greedy
+tokens of a small model are the same for each engine (on GPUs, in bfloat16: log-probabilities are close until tokens
+differ). Then for each: seconds to start, tokens a second, milliseconds of a step of one request, and with replicas the
+largest one's part of the output tokens. ``--profile`` prints the kernels of some steps of one request, NCCL's among
+them. The last line is JSON; ratios are to the first engine.
+
+On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on
+one thread than on two: a ratio there says little of replicas. ``--threads=1`` gives every process one.
 """
 
 import argparse
@@ -38,6 +42,23 @@ COMMON = dict(architectures=["Qwen3ForCausalLM"], max_position_embeddings=4096, 
 MOST_GAP = 0.3
 """Log-probability that a token of several ranks may be below the best of one, in bfloat16."""
 
+Engine = tuple[int, int]
+"""Ranks and replicas."""
+
+
+def engine(text: str) -> Engine:
+    """Read ``ranks x replicas``."""
+    ranks, replicas = map(int, text.split("x"))
+    return ranks, replicas
+
+
+def name(engine: Engine) -> str:
+    return f"{engine[0]}x{engine[1]}"
+
+
+def sizes(engine: Engine) -> dict[str, Any]:
+    return dict(tensor_parallel_size=engine[0], data_parallel_size=engine[1])
+
 
 def write(folder: Path, shape: str) -> str:
     folder.mkdir()
@@ -63,8 +84,8 @@ def write_weights(folder: Path) -> str:
     return path
 
 
-def gate(folder: Path, ranks: list[int], device: str) -> None:
-    """Raise AssertionError unless all numbers of ranks give the same answers."""
+def gate(folder: Path, engines: list[Engine], device: str) -> None:
+    """Raise AssertionError unless all engines give the same answers."""
     path = write_weights(folder)
     rng = random.Random(0)
     prompts = [[rng.randrange(515) for _ in range(rng.randint(1, 60))] for _ in range(12)]
@@ -72,14 +93,14 @@ def gate(folder: Path, ranks: list[int], device: str) -> None:
     options: dict[str, Any] = dict(device=device, skip_tokenizer_init=True, num_gpu_blocks_override=64)
     options |= dict(use_tqdm_on_load=False, dtype="float32" if device == "cpu" else "bfloat16")
     found = []
-    for size in ranks:
-        with LLM(path, tensor_parallel_size=size, **options) as llm:
+    for each in engines:
+        with LLM(path, **sizes(each), **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([(sample.token_ids, sample.logprobs) for output in outputs for sample in output.outputs])
     for each in found[1:]:
         for (tokens, logprobs), (others, scores) in zip(each, found[0], strict=True):
             if device == "cpu":
-                assert tokens == others, "ranks change greedy tokens"
+                assert tokens == others, "processes change greedy tokens"
             for token, other, ours, theirs in zip(tokens, others, logprobs, scores, strict=True):
                 gap = abs(ours[token].logprob - theirs[other].logprob)
                 assert gap < (1e-4 if device == "cpu" else MOST_GAP), f"log-probabilities {gap} apart"
@@ -87,7 +108,7 @@ def gate(folder: Path, ranks: list[int], device: str) -> None:
                     break
 
 
-def measure(path: str, size: int, arguments: argparse.Namespace) -> dict[str, float]:
+def measure(path: str, engine: Engine, arguments: argparse.Namespace) -> dict[str, float]:
     rng = random.Random(0)
     vocab = SHAPES[arguments.shape]["vocab_size"]
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(100, 1024))] for _ in range(arguments.requests)]
@@ -96,7 +117,7 @@ def measure(path: str, size: int, arguments: argparse.Namespace) -> dict[str, fl
     started = time.perf_counter()
     options: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, device=arguments.device)
     options |= dict(use_tqdm_on_load=False, enable_prefix_caching=False)
-    with LLM(path, tensor_parallel_size=size, **options) as llm:
+    with LLM(path, **sizes(engine), **options) as llm:
         ready = time.perf_counter() - started
         one = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=arguments.steps)
         llm.generate(prompts[: min(8, len(prompts))], one, use_tqdm=False)
@@ -110,8 +131,10 @@ def measure(path: str, size: int, arguments: argparse.Namespace) -> dict[str, fl
         begun = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begun
+        done = [work.output_tokens for work in llm.llm_engine.work] if engine[1] > 1 else [1]
     return dict(
-        start_seconds=ready, tokens_per_second=sum(lengths) / seconds, step_milliseconds=1e3 * statistics.median(steps)
+        start_seconds=ready, tokens_per_second=sum(lengths) / seconds, step_milliseconds=1e3 * statistics.median(steps),
+        largest_part=max(done) / sum(done),
     )  # fmt: skip
 
 
@@ -125,31 +148,35 @@ def profile(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--engines", type=engine, nargs="+", default=[(1, 1), (2, 1), (1, 2)], metavar="RANKSxREPLICAS")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=64, help="tokens of each request that is timed alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--threads", type=int, help="torch's threads of all processes together, on a CPU")
     arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        gate(Path(folder) / "gate", arguments.ranks, arguments.device)
-        print(f"gate: greedy answers of {arguments.ranks} ranks agree")
+        gate(Path(folder) / "gate", arguments.engines, arguments.device)
+        print(f"gate: greedy answers of {', '.join(map(name, arguments.engines))} agree")
         path = write(Path(folder) / "model", arguments.shape)
-        for size in arguments.ranks:
-            results[size] = found = measure(path, size, arguments)
+        for each in arguments.engines:
+            results[name(each)] = found = measure(path, each, arguments)
             print(
-                f"{size} ranks: start {found['start_seconds']:6.1f} s  {found['tokens_per_second']:9.1f} tokens/s  "
-                f"step of one request {found['step_milliseconds']:7.3f} ms",
+                f"{name(each)}: start {found['start_seconds']:6.1f} s  {found['tokens_per_second']:9.1f} tokens/s  "
+                f"step of one request {found['step_milliseconds']:7.3f} ms  largest part {found['largest_part']:.3f}",
                 flush=True,
             )
-    base = results[arguments.ranks[0]]
-    for size, found in results.items():
+    base = results[name(arguments.engines[0])]
+    for which, found in results.items():
         found["throughput_ratio"] = found["tokens_per_second"] / base["tokens_per_second"]
         found["step_ratio"] = found["step_milliseconds"] / base["step_milliseconds"]
-        print(f"{size} ranks: throughput x {found['throughput_ratio']:.2f}, step x {found['step_ratio']:.2f}")
-    print(json.dumps(dict(bench="parallel", shape=arguments.shape, device=arguments.device, results=results)))
+        print(f"{which}: throughput x {found['throughput_ratio']:.2f}, step x {found['step_ratio']:.2f}")
+    about = dict(shape=arguments.shape, device=arguments.device, threads=torch.get_num_threads())
+    print(json.dumps(dict(bench="parallel", **about, results=results)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from nanovllm.ops.sample import MOST_LOGPROBS
 from nanovllm.request import Matcher, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
-from nanovllm.tokenizer import Detokenizer, Tokenizer, end_ids
+from nanovllm.tokenizer import Tokenizer, end_ids, text_tools
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,11 @@ PACING = "nanovllm.pacing:PacedScheduler"
 COMPILER = "nanovllm.compiled"
 """The room that makes ``compile=True`` of a model."""
 
-RANKS = "nanovllm.parallel:Group"
+RANKS = "nanovllm.parallel.group:Group"
 """What starts the other ranks of ``tensor_parallel_size``, and speaks for them."""
+
+REPLICAS = "nanovllm.parallel.data:Replicas"
+"""The engine of ``data_parallel_size``: it sends requests to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,19 @@ def build(config: EngineConfig) -> Built:
     )
     facts = plan(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else open_tokenizer(config, checkpoint)
+    limits = Limits(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.model.vocab_size,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
+        seed=config.seed,
+    )
+    tools: Any = {}
+    if tokenizer is not None:
+        tools = text_tools(tokenizer) | {"make_matcher": matchers(tokenizer, limits.eos_token_ids)}
+    if config.data_parallel_size > 1:
+        replicas = find(REPLICAS)(config, facts, limits, **tools)
+        return Built(replicas, tokenizer, facts, checkpoint.generation_config, None, replicas.close)
     ranks = find(RANKS)(config, facts) if config.tensor_parallel_size > 1 else None
     with nullcontext() if ranks is None else ranks.guarding():
         runner, num_blocks = build_runner(config, checkpoint, facts, ranks)
@@ -128,22 +144,7 @@ def build(config: EngineConfig) -> Built:
         policy=config.scheduling_policy,
         share_outputs=not facts.deterministic,  # a drawn token's key is not, to the last bit, that of a prompt's token
     )
-    limits = Limits(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.model.vocab_size,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
-        seed=config.seed,
-    )
-    engine = LLMEngine(
-        scheduler,
-        leader,
-        limits,
-        make_builder=None if tokenizer is None else lambda params: Detokenizer(tokenizer, params),
-        decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token], skip_special_tokens=False),
-        make_matcher=None if tokenizer is None else matchers(tokenizer, limits.eos_token_ids),
-        encode=None if tokenizer is None else lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
+    engine = LLMEngine(scheduler, leader, limits, **tools)
     close = (lambda: None) if ranks is None else ranks.close
     return Built(engine, tokenizer, facts, checkpoint.generation_config, runner.model, close)
 

@@ -36,7 +36,7 @@ CHOICES = {
 }
 LEAST = dict.fromkeys(
     ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-     "block_size", "tensor_parallel_size"), 1
+     "block_size", "tensor_parallel_size", "data_parallel_size"), 1
 ) | {"max_logprobs": -1}  # fmt: skip
 NOT_YET = {"quantization": None}
 """Options that are known but not built: any value but this one is refused, not ignored."""
@@ -99,6 +99,8 @@ class EngineConfig:
     takes longer to start. Needs a C++ compiler on a CPU; contradicts ``enforce_eager`` and ``deterministic``."""
     tensor_parallel_size: int = 1
     """Number of devices that share the model, each with a process of its own; on a CPU of processes alone."""
+    data_parallel_size: int = 1
+    """Number of engines that share the requests, each a process with the whole model on devices of its own."""
     attention_backend: str = "auto"
     """A name from ``nanovllm.ops.attention.BACKENDS``, or "auto"."""
     skip_tokenizer_init: bool = False

@@ -156,8 +156,8 @@ class LLMEngine:
             for index, matcher in enumerate(matchers)
         ]
         self._requests[request_id] = samples
-        self.scheduler.add(samples[0], samples[1:])
         now, wall = time.perf_counter(), time.time()
+        self.scheduler.add(samples[0], samples[1:])
         for request in samples:
             request.metrics.queued_ts, request.metrics.arrival_time = now, wall
             self._tell("on_arrival", request)

@@ -72,10 +72,14 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
-        trace = None if self.config.trace is None else find(TRACE)(self.config.trace)  # before anything is loaded
+        trace = None
+        if self.config.trace is not None:  # before anything is loaded
+            self._need_one("trace", "data_parallel_size")
+            trace = find(TRACE)(self.config.trace)
         self._built: Built | None = build(self.config)
         self._metrics: Any = None
-        if not self.config.disable_log_stats and find_spec(METRICS.partition(":")[0]) is not None:
+        counts = not self.config.disable_log_stats and self.config.data_parallel_size == 1
+        if counts and find_spec(METRICS.partition(":")[0]) is not None:
             self._metrics = find(METRICS)(self.llm_engine.scheduler, self.config, self._alive().plan)
             self.llm_engine.observers.append(self._metrics)
         if trace is not None:
@@ -127,6 +131,7 @@ class LLM:
     def get_metrics(self) -> list[Any]:
         """Return what has been counted, as ``nanovllm.metrics`` says. Raises ConfigError if nothing has been."""
         self._alive()
+        self._need_one("get_metrics", "data_parallel_size")
         if self._metrics is None:
             rule = "no metrics are kept; make an LLM without disable_log_stats, with the folder nanovllm/metrics there."
             raise ConfigError(rule, parameter="disable_log_stats", value=self.config.disable_log_stats)
@@ -219,6 +224,7 @@ class LLM:
         """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
+        self._need_one("cache_prefix", "data_parallel_size")
         requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
         blocks = self.llm_engine.scheduler.blocks
         return CachedPrefix(blocks, blocks.pin(requests[0]))
@@ -237,10 +243,7 @@ class LLM:
         name that the model does not have or that comes twice, and for another shape.
         """
         built = self._alive()
-        if self.config.tensor_parallel_size > 1:
-            size = self.config.tensor_parallel_size
-            rule = "update_weights needs tensor_parallel_size=1, for it reaches no other rank; make a new LLM instead."
-            raise ConfigError(rule, parameter="tensor_parallel_size", value=size)
+        self._need_one("update_weights", "tensor_parallel_size", "data_parallel_size")
         if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
             raise EngineError(
                 "weights cannot change under requests and pinned prefixes, whose keys and values are of the old ones. "
@@ -251,6 +254,12 @@ class LLM:
             update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
         finally:
             self.reset_prefix_cache()
+
+    def _need_one(self, what: str, *names: str) -> None:
+        """Refuse what reaches no other process, where there are others that hold the model."""
+        for name in names:
+            if (size := getattr(self.config, name)) > 1:
+                raise ConfigError(f"{what} needs {name}=1, not {size}. Make a new LLM.", parameter=name, value=size)
 
     def _alive(self) -> Built:
         if self._built is None:

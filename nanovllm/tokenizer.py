@@ -1,6 +1,6 @@
 """Text to token ids and back: incremental detokenisation, stop strings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -176,6 +176,15 @@ class Detokenizer:
         self._append(whole[: len(whole) - surplus])
         self._window, self._known, self._context, self._finished = [], 0, "", True
         return stop
+
+
+def text_tools(tokenizer: Tokenizer) -> dict[str, Callable[..., Any]]:
+    """Return what an ``LLMEngine`` needs to know of texts."""
+    return {
+        "make_builder": lambda params: Detokenizer(tokenizer, params),
+        "decode_token": lambda token: tokenizer.decode([token], skip_special_tokens=False),
+        "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
+    }
 
 
 def end_ids(model: ModelConfig, generation: dict[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -77,6 +77,25 @@ def test_where_there_is_no_such_cache_the_script_says_what_is_needed(fp8, tmp_pa
     assert "kv_cache_dtype is 'fp8'; it must be 'auto' here" in capsys.readouterr().err
 
 
+def test_engines_of_several_processes_are_compared(monkeypatch, capsys):
+    """One engine and two replicas, on a CPU; ranks differ by a number."""
+    script = load("parallel")
+    monkeypatch.setitem(script.SHAPES, "tiny", script.SHAPES["tiny"] | {"hidden_size": 32, "head_dim": 16})
+    arguments = ["--shape=tiny", "--engines", "1x1", "1x2", "--requests=3", "--length=4", "--steps=6", "--device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["parallel.py", *arguments, "--threads=1"])
+    threads = torch.get_num_threads()
+    try:
+        script.main()
+    finally:
+        torch.set_num_threads(threads)
+    *_, last = capsys.readouterr().out.splitlines()
+    results = json.loads(last)["results"]
+    assert list(results) == ["1x1", "1x2"]
+    assert all(found["tokens_per_second"] > 0 and found["step_milliseconds"] > 0 for found in results.values())
+    assert results["1x1"]["throughput_ratio"] == 1 and 0.5 <= results["1x2"]["largest_part"] < 1
+    assert script.sizes(script.engine("4x2")) == {"tensor_parallel_size": 4, "data_parallel_size": 2}
+
+
 def test_the_median_leaves_the_first_replays_out(monkeypatch):
     """On a stand-in for the device: the first three replays take long, and what was recorded lives until the last."""
     replays, lives, took = [], [], iter([9.0, 9.0, 9.0, 0.1, 0.3, 0.2])

@@ -11,7 +11,10 @@ from nanovllm.cli.rows import GROUPS, ROWS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-ENGINE = {"dtype": str, "device": str, "max_model_len": int, "max_num_seqs": int, "load_format": str}
+ENGINE = {
+    "dtype": str, "device": str, "max_model_len": int, "max_num_seqs": int, "load_format": str,
+    "tensor_parallel_size": int, "data_parallel_size": int,
+}  # fmt: skip
 """Options of the engine that have an argument of their own; ``-o`` reaches all of them."""
 
 SAMPLING = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "seed": int}

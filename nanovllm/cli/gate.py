@@ -13,7 +13,7 @@ from nanovllm.errors import EngineError
 
 GATE_OPTIONS = (
     "device", "attention_backend", "block_size", "kvcache_block_size", "enforce_eager", "compile",
-    "enable_prefix_caching", "tensor_parallel_size", "scheduling_policy",
+    "enable_prefix_caching", "tensor_parallel_size", "data_parallel_size", "scheduling_policy",
 )  # fmt: skip
 """The user's options that say how to compute, not how much: the gate's engines have them too."""
 FLOAT32_BACKENDS = ("auto", "triton", "sdpa")

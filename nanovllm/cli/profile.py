@@ -55,6 +55,9 @@ class Decisions:
     def on_step(self, output: Any, times: Any) -> None:
         """Nothing to keep."""
 
+    def on_failure(self, output: Any, error: Exception) -> None:
+        """Nothing to keep."""
+
     def on_end(self, request: Any) -> None:
         """Nothing to keep."""
 

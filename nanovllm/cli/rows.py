@@ -58,6 +58,13 @@ class Load:
         """Return the same with no output longer than ``longest``."""
         return replace(self, lengths=[min(length, longest) for length in self.lengths])
 
+    def parts(self, number: int) -> list["Load"]:
+        """Deal it out to so many replicas; those that get nothing are left out."""
+        return [
+            replace(self, prompts=self.prompts[first::number], lengths=self.lengths[first::number])
+            for first in range(min(number, len(self.prompts)))
+        ]
+
 
 def mixed(num_requests: int, low: int, high: int, largest_token: int = LARGEST_TOKEN, seed: int = 0) -> Load:
     """Draw prompts and outputs of ``low`` to ``high`` tokens. The order of the draws is part of the workload."""

@@ -19,7 +19,7 @@ from nanovllm.build import Plan, plan
 from nanovllm.checkpoint import open_checkpoint
 from nanovllm.cli.gate import check_finite
 from nanovllm.cli.info import count_parameters
-from nanovllm.cli.roofline import Costs, measure_roof
+from nanovllm.cli.roofline import Costs, Roof, Work, measure_roof
 from nanovllm.cli.rows import LARGEST_TOKEN, Load, Row, Sizes, write_shape
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
@@ -132,6 +132,15 @@ class Session:
             max_num_seqs=llm.config.max_num_seqs,
         )
 
+    def floor_seconds(self, row: Row, llm: LLM, load: Load, *parts: Callable[[Costs, Load], Work]) -> float:
+        """Return the least time that these parts of a load's work take.
+
+        With replicas: where each has its share of the requests, the time of the one that is done first.
+        """
+        costs, roof = self.costs(row, llm), roof_of_one(self.roof, llm, self.plan.device.type)
+        shares = load.parts(llm.config.data_parallel_size)
+        return min(sum(part(costs, share).seconds(roof) for part in parts) for share in shares)
+
     def load(self, row: Row, seed: int = 0) -> Load:
         """Draw what the row works on, from its model's vocabulary."""
         vocab = self.facts(self.path(row)).model.vocab_size
@@ -145,6 +154,12 @@ def own_trace(options: Mapping[str, Any], number: int) -> dict[str, Any]:
         return dict(options)
     stem, dot, ending = Path(file).name.partition(".")
     return {**options, "trace": str(Path(file).with_name(f"{stem}-{number}{dot}{ending}"))}
+
+
+def roof_of_one(roof: Roof, llm: LLM, kind: str) -> Roof:
+    """Return the roof of one replica: all its devices', or its share of a CPU."""
+    share = 1 / llm.config.data_parallel_size if kind == "cpu" else llm.config.tensor_parallel_size
+    return Roof(roof.bytes_per_second * share, roof.flops_per_second * share)
 
 
 def timed(llm: LLM, load: Load, **params: Any) -> float:
@@ -191,10 +206,9 @@ def two_passes(session: Session, llm: LLM, load: Load, **params: Any) -> tuple[f
 
 def throughput(session: Session, name: str, row: Row) -> Iterator[Figure]:
     """Output tokens a second of a whole batch, prompts included; one figure for each variant."""
-    llm, load, roof = session.engine(row), session.load(row), session.roof
-    costs, tokens = session.costs(row, llm), sum(load.lengths)
-    prefill_seconds = costs.prefill(load).seconds(roof)
-    floor = tokens / (prefill_seconds + costs.decode(load).seconds(roof))
+    llm, load = session.engine(row), session.load(row)
+    tokens = sum(load.lengths)
+    floor = tokens / session.floor_seconds(row, llm, load, Costs.prefill, Costs.decode)
     plain: float | None = None
     for suffix, params in row.variants.items():
         warm_up(llm, session.load(row, seed=1), **params)
@@ -202,7 +216,9 @@ def throughput(session: Session, name: str, row: Row) -> Iterator[Figure]:
         speed = tokens / seconds
         notes = [] if plain is None else [f"{speed / plain - 1:+.1%} against plain"]
         if load.shared:
-            apart = prefill_seconds + costs.decode(replace(load, shared=0)).seconds(roof)
+            apart = session.floor_seconds(
+                row, llm, load, Costs.prefill, lambda costs, share: costs.decode(replace(share, shared=0))
+            )
             notes.append(f"floor {tokens / apart:,.0f} if every request reads a copy of its own")
         if first != seconds:
             notes.append(f"first pass {tokens / first:,.0f}")
@@ -216,7 +232,7 @@ def prefill(session: Session, name: str, row: Row) -> Iterator[Figure]:
     llm, load = session.engine(row), session.load(row).cut(1)
     warm_up(llm, session.load(row, seed=1).cut(1))
     tokens, (_, seconds) = sum(map(len, load.prompts)), two_passes(session, llm, load)
-    floor = tokens / session.costs(row, llm).prefill(load).seconds(session.roof)
+    floor = tokens / session.floor_seconds(row, llm, load, Costs.prefill)
     counts = {"tokens": tokens, "seconds": seconds}
     yield Figure(name=name, value=tokens / seconds, unit="tokens/s", floor=floor, note="of prompts", counts=counts)
 
@@ -227,8 +243,10 @@ def decode(session: Session, name: str, row: Row) -> Iterator[Figure]:
     Prefill is in both times, and mostly in neither: all passes but the first find the prompts in the prefix cache.
     """
     llm, load = session.engine(row), session.load(row)
-    if len(load.prompts) > llm.config.max_num_seqs:
-        raise ConfigError(f"{len(load.prompts)} requests at once are more than max_num_seqs={llm.config.max_num_seqs}.")
+    number, most, replicas = len(load.prompts), llm.config.max_num_seqs, llm.config.data_parallel_size
+    if number > most * replicas:
+        times = f" times data_parallel_size={replicas}" if replicas > 1 else ""
+        raise ConfigError(f"{number} requests at once are more than max_num_seqs={most}{times}.")
     longest = load.lengths[0]
     first = max(1, longest // 8)
     timed(llm, load.cut(first))
@@ -237,7 +255,7 @@ def decode(session: Session, name: str, row: Row) -> Iterator[Figure]:
     steps = longest - first
     if seconds <= 0:
         raise EngineError(f"{steps} more steps took no more time: the machine is too busy, or --scale too small.")
-    floor = session.costs(row, llm).decode(load, first).seconds(session.roof) / steps * 1e3
+    floor = session.floor_seconds(row, llm, load, lambda costs, share: costs.decode(share, first)) / steps * 1e3
     counts = {"steps": steps, "batch_size": len(load.prompts), "seconds": seconds}
     yield Figure(name=name, value=seconds / steps * 1e3, unit="ms/step", floor=floor, counts=counts)
 

@@ -13,9 +13,13 @@ fixed name or port: channels are inherited, gloo's ranks meet through a file in 
 loopback, NCCL's get their id through the channel. After the start no pickle and no code travels (``messages``).
 
 When a rank dies, stops answering or fails, a guard thread ends all of them: every request gets an EngineError, and
-a new engine can start at once (``group``).
+a new engine can start at once (``group``, ``guard``).
+
+``data_parallel_size=N``: N engines behind one, each on devices of its own and with ``tensor_parallel_size`` ranks. A
+replica is a process like a rank, which builds a whole engine and is sent requests in place of steps:
+
+    LLM -> Replicas, an LLMEngine        one numbers and checks requests, and draws their seeds      ``data``
+             Balancer                    where each one goes                                         ``balance``
+             Line  -- requests -->       a process with an engine                                    ``replica``
+                   <-- outputs --        as arrays and JSON, no pickle                               ``wire``
 """
-
-from nanovllm.parallel.group import Group
-
-__all__ = ["Group"]

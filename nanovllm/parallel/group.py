@@ -1,18 +1,13 @@
 """Rank 0's view of the others: starts them, tells them each step, notices when one is lost, ends them all.
 
-A guard thread asks each worker for a sign of life four times a second. A worker whose connection ends has died; one
-that does not answer for PATIENCE seconds is frozen. Then all are killed and whoever waits for them, in gloo or NCCL,
-gets an error: the engine is lost, and closes. Ctrl-C reaches the user's process alone, and not in mid-step.
+When the guard (``guard``) has found one lost, whoever waits for it, in gloo or NCCL, gets an error: the engine is lost,
+and closes. Ctrl-C reaches the user's process alone, and not in mid-step.
 """
 
 import json
-import logging
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +15,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from multiprocessing.connection import Connection as Channel
 from pathlib import Path
 from typing import Any
 
@@ -29,111 +23,14 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine import Fetch
 from nanovllm.errors import ConfigError, EngineError, NanoError
-from nanovllm.parallel.communicator import Connection, new_identity
+from nanovllm.parallel.communicator import new_identity
+from nanovllm.parallel.guard import END_SECONDS, PERIOD, VERDICT_SECONDS, Guard, Worker
 from nanovllm.parallel.messages import Describer
 from nanovllm.parallel.rank import Rank
 from nanovllm.request import Sampled
 from nanovllm.scheduler import SchedulerOutput
 
-logger = logging.getLogger(__name__)
-
-PERIOD, PATIENCE, START_PATIENCE = 0.25, 5.0, 120.0
-"""Seconds between two looks at the workers, and without a sign of life: when they run, and until they first do."""
-
-END_SECONDS = 2.0
-"""For workers to end by themselves."""
-
-VERDICT_SECONDS = 1.5
-"""For the guard to find out why something failed."""
-
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from nanovllm.parallel.worker import main; main()"
-"""What a worker's interpreter runs: not the user's main module, which needs no ``if __name__ == "__main__"``."""
-
-
-class Worker:
-    """A process, the channel on which it gets steps, and the connection on which it says that it lives."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        channel, its_channel = socket.socketpair()
-        self.life, its_life = socket.socketpair()
-        with channel, its_channel, its_life:
-            inherited = (its_channel.fileno(), its_life.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START, json.dumps(sys.path), *map(str, inherited)],
-                pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            self.channel = Channel(channel.detach())
-        self.life.setblocking(False)
-        self._heard = b""
-        self._silent = 0.0
-
-    def look(self) -> str | None:
-        """Ask for a sign of life; return why there will be none any more."""
-        try:
-            said = self.life.recv(2**16)
-            if not said:
-                return self._last_words()
-            self._heard = (self._heard + said).lstrip(b".")[-(2**16) :] or b"."
-            self._silent = 0.0
-        except BlockingIOError:
-            self._silent += PERIOD
-        except OSError:
-            return self._last_words()
-        patience = PATIENCE if self._heard else START_PATIENCE
-        if self._silent > patience:
-            return f"rank {self.rank} has not answered for {patience:g} s"
-        with suppress(OSError):  # its end shows when we read
-            self.life.send(b".")
-        return None
-
-    def _last_words(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        words = self._heard.strip(b".").decode(errors="replace").partition("!")[2]
-        return f"rank {self.rank} " + (f"failed with {words}" if words else f"died (status {self.process.returncode})")
-
-    def end(self, deadline: float) -> None:
-        """Let the process end, or kill it at ``deadline``."""
-        self.channel.close()
-        self.life.close()
-        try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class Guard(threading.Thread):
-    """Looks after workers until ``stop``; kills all of them when one is lost."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        super().__init__(name="nanovllm-guard", daemon=True)
-        self.reason: str | None = None
-        self.communicator: Connection | None = None
-        self._workers = workers
-        self._stopped = threading.Event()
-        self.failed = threading.Event()
-
-    def run(self) -> None:
-        """Look after them."""
-        while not self._stopped.wait(PERIOD):
-            lost = [reason for worker in self._workers if (reason := worker.look())]
-            if lost:
-                # a rank that fails takes others with it, which say less
-                self.reason = next((reason for reason in lost if "failed with" in reason), lost[0])
-                logger.error("tensor parallel: %s", self.reason)
-                for worker in self._workers:
-                    worker.process.kill()
-                self.failed.set()
-                if self.communicator is not None:
-                    self.communicator.close()
-                return
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._stopped.set()
-        self.join(END_SECONDS)
+WORKER = "nanovllm.parallel.worker"
 
 
 class Group(Rank):
@@ -155,11 +52,11 @@ class Group(Rank):
             torch.set_num_threads(threads)
         with self.guarding():
             for rank in range(1, self.size):
-                self._workers.append(Worker(rank))
+                self._workers.append(Worker(f"rank {rank}", WORKER))
             self._guard.start()
-            for worker in self._workers:
-                options = asdict(replace(config, device=devices[worker.rank], use_tqdm_on_load=False))
-                hello = {"rank": worker.rank, "threads": threads, "options": options}
+            for rank, worker in enumerate(self._workers, 1):
+                options = asdict(replace(config, device=devices[rank], use_tqdm_on_load=False))
+                hello = {"rank": rank, "threads": threads, "options": options}
                 hello["store"] = str(self._folder / "store")
                 worker.channel.send_bytes(json.dumps(hello).encode())
 

@@ -145,10 +145,7 @@ class Mirror:
         return read
 
     def _begin(self, new: Mapping[str, Any], tokens: list[int]) -> Request:
-        asked = dict(new["params"])
-        if asked.get("logit_bias") is not None:
-            asked["logit_bias"] = {token: bias for token, bias in asked["logit_bias"]}
-        params = SamplingParams(**asked)
+        params = read_params(new["params"])
         matcher = None
         if params.structured_outputs is not None:
             self._make_matcher = self._make_matcher or self._grammars()
@@ -175,17 +172,28 @@ def _append(request: Request, token: int) -> None:
         request.matcher.accept(token)
 
 
-def _constants(request: Request) -> dict[str, Any]:
-    """Return what never changes of a request, as JSON has it."""
-    params = request.params
-    asked = {
+def write_params(params: SamplingParams) -> dict[str, Any]:
+    """Return what of them is not as it is by default, as JSON has it."""
+    return {
         field.name: _plain(value)
         for field in fields(params)
         if field.name not in HERE_ONLY and (value := getattr(params, field.name)) != getattr(DEFAULTS, field.name)
     }
+
+
+def read_params(written: Mapping[str, Any]) -> SamplingParams:
+    """Return what ``write_params`` wrote, checked again."""
+    asked = dict(written)
+    if asked.get("logit_bias") is not None:
+        asked["logit_bias"] = {token: bias for token, bias in asked["logit_bias"]}
+    return SamplingParams(**asked)
+
+
+def _constants(request: Request) -> dict[str, Any]:
+    """Return what never changes of a request, as JSON has it."""
     return {
         "prompt": len(request.prompt_token_ids),
-        "params": asked,
+        "params": write_params(request.params),
         "max_tokens": request.max_tokens,
         "eos_token_ids": sorted(request.eos_token_ids),
         "seed": request.seed,

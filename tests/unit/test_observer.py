@@ -59,6 +59,10 @@ class Watcher:
         self.steps.append((output, times))
         self.told.append(("step", *(span.request.request_id for span in output.spans)))
 
+    def on_failure(self, output, error):
+        assert any(output is each for each in self.decided) and isinstance(error, Exception)
+        self.told.append(("failure", *(span.request.request_id for span in output.spans)))
+
     def on_end(self, request):
         assert request in self.alive, "it ends twice, or was never there"
         assert request.is_finished and request.finish_reason and not request.block_ids
@@ -161,7 +165,7 @@ def test_a_step_that_fails_is_never_told_as_a_step(lookahead):
     bench.runner.fail_with = Broken()
     with pytest.raises(EngineError):
         bench.step()
-    assert watcher.told[2:] == [("decision", ("fails", 0, 1)), ("end", "fails", "error")]
+    assert watcher.told[2:] == [("decision", ("fails", 0, 1)), ("failure", "fails"), ("end", "fails", "error")]
     bench.finish()
     assert [each for each in watcher.told if each[0] == "step"] == [("step", "next")] * 2
     assert not watcher.alive

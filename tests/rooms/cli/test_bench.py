@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -81,6 +82,16 @@ def test_a_step_is_the_difference_of_two_lengths(steady, capsys):
     assert (figure["steps"], figure["batch_size"]) == (64 - 8, 8)
     assert figure["value"] == pytest.approx(10.0) == figure["seconds"] / figure["steps"] * 1e3
     assert figure["share"] == pytest.approx(figure["floor"] / 10.0)
+
+
+def test_replicas_are_timed_as_one_engine_and_have_a_gate_of_their_own(tiny, capsys, monkeypatch):
+    opened = []
+    plain = timing.LLM
+    monkeypatch.setattr(timing, "LLM", lambda *args, **options: opened.append(plain(*args, **options)) or opened[-1])
+    _, found = bench(capsys, "--rows", "prefill,batch8", "--scale", "0.05", "--data-parallel-size", "2")
+    assert found["errors"] == {} and set(found["figures"]) == {"prefill", "batch8"}
+    assert found["options"]["data_parallel_size"] == 2 and [llm.config.data_parallel_size for llm in opened] == [2]
+    assert "data_parallel_size" in gate.GATE_OPTIONS and "tensor_parallel_size" in gate.GATE_OPTIONS
 
 
 def test_options_of_sampling_are_compared_with_the_plain_figure(steady, capsys, monkeypatch):
@@ -318,6 +329,27 @@ def test_the_floor_of_the_main_workload_is_the_one_that_was_worked_out_for_an_h2
     assert parameters == 596_049_920
     work = costs.decode(mixed(256, 100, 1024))
     assert work.num_bytes / 1e12 == pytest.approx(13.85 + 1.22, abs=0.01)
+
+
+def test_the_floor_of_several_engines_is_that_of_one_with_its_share():
+    """On GPUs each has devices of its own, on a CPU a share of it; all read the weights."""
+    load = load_of((5, 3), (10, 2), (5, 3), (10, 2), (7, 9))
+    assert [share.lengths for share in load.parts(2)] == [[3, 3, 9], [2, 2]]
+    assert [share.lengths for share in load_of((1, 2)).parts(3)] == [[2]]
+
+    def seconds(kind, **sizes):
+        sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1, "max_num_seqs": 256} | sizes
+        llm = SimpleNamespace(config=SimpleNamespace(**sizes))
+        session = SimpleNamespace(costs=lambda *_: COSTS, roof=ROOF, plan=SimpleNamespace(device=torch.device(kind)))
+        return timing.Session.floor_seconds(session, None, llm, load, Costs.decode)
+
+    assert seconds("cuda") == seconds("cpu") == COSTS.decode(load).seconds(ROOF)
+    assert seconds("cuda", tensor_parallel_size=2) == seconds("cuda") / 2
+    assert seconds("cpu", tensor_parallel_size=2) == seconds("cpu")
+    first_done = COSTS.decode(load.parts(2)[1]).seconds(ROOF)
+    assert seconds("cuda", data_parallel_size=2) == first_done
+    assert seconds("cpu", data_parallel_size=2) == 2 * first_done
+    assert seconds("cuda", data_parallel_size=2, tensor_parallel_size=4) == first_done / 4
 
 
 # rows and workloads

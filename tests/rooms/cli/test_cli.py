@@ -179,6 +179,16 @@ def test_options_of_the_engine_are_passed_on_and_read_as_json(engine, capsys):
     }
 
 
+def test_sizes_of_parallel_engines_have_arguments_of_their_own(engine, capsys):
+    sizes = ["--tensor-parallel-size", "2", "--data-parallel-size", "3"]
+    assert main(["generate", "x", *sizes]) == 0
+    assert engine.opened[0].options == {"tensor_parallel_size": 2, "data_parallel_size": 3}
+    for command in ("generate", "chat", "bench", "info"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--tensor-parallel-size N" in (said := capsys.readouterr().out) and "--data-parallel-size N" in said
+
+
 @pytest.mark.parametrize("bad", [["-o", "novalue"], ["-o", "=1"], ["--max-tok", "1"], ["--top-k", "x"]])
 def test_bad_arguments_end_with_status_2(engine, capsys, bad):
     with pytest.raises(SystemExit) as caught:

@@ -45,6 +45,9 @@ class Naive:
     def on_decision(self, output):
         pass
 
+    def on_failure(self, output, error):
+        pass
+
     def on_step(self, output, times):
         self.steps += 1
         for place, (start, stop) in enumerate(

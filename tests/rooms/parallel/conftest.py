@@ -18,6 +18,7 @@ from nanovllm import LLM
 from nanovllm.config import ModelConfig
 from nanovllm.loader import build_model, parameter_places
 
+ROOT = Path(__file__).parents[3]
 VOCAB = 259  # 256 bytes, two special tokens, one without a text: odd, so that the last rank has padding
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -83,6 +84,17 @@ def open_llm(folders: dict[str, Path]) -> Callable[..., LLM]:
     return open_one
 
 
+@pytest.fixture(scope="session")
+def open_replicas(folders: dict[str, Path]) -> Callable[..., LLM]:
+    """Open a model as several replicas; the caller closes it."""
+
+    def open_one(name: str, size: int, **options: Any) -> LLM:
+        defaults = dict(dtype="float32", use_tqdm_on_load=False, block_size=8, num_gpu_blocks_override=64)
+        return LLM(folders[name], data_parallel_size=size, **{**defaults, **options})
+
+    return open_one
+
+
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Return what asserts that everything is as before: descriptors, processes, threads, files."""
@@ -109,6 +121,35 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         assert torch.get_num_threads() == threads
 
     yield check
+
+
+FAULT = """
+import sys
+if sys.argv[0] == "-c" and len(sys.argv) == 4:
+    import nanovllm.model_runner, nanovllm.loader, os
+    def planted(plain, after):
+        count = iter(range(1, 10**9))
+        def call(*args, **options):
+            if next(count) > after:
+                {fault}
+            return plain(*args, **options)
+        return call
+    owner = {owner}
+    setattr(owner, "{name}", planted(getattr(owner, "{name}"), {after}))
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a function fail in workers, each time after so many calls."""
+
+    def do(owner: str, name: str, after: int, fault: str) -> None:
+        site = tmp_path / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(FAULT.format(owner=owner, name=name, after=after, fault=fault))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+    return do
 
 
 def children() -> set[int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import EngineError, SamplingParams
-from nanovllm.parallel import group
+from nanovllm.parallel import guard
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -50,7 +50,7 @@ def lose(llm, act, reason):
 
 def test_a_rank_that_is_frozen(open_llm, traces, monkeypatch):
     """Its threads, and this process's, are its share."""
-    monkeypatch.setattr(group, "PATIENCE", 1.0)
+    monkeypatch.setattr(guard, "PATIENCE", 1.0)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     llm = open_llm("llama", 2)
@@ -76,35 +76,6 @@ def test_two_engines_at_once_and_one_that_is_dropped(open_llm, folders, traces):
     del second, third, worker  # nobody closes them
     assert all(map(gone, pids))
     traces()
-
-
-FAULT = """
-import sys
-if sys.argv[0] == "-c" and len(sys.argv) == 4:
-    import nanovllm.model_runner, nanovllm.loader, os
-    def planted(plain, after):
-        count = iter(range(1, 10**9))
-        def call(*args, **options):
-            if next(count) > after:
-                {fault}
-            return plain(*args, **options)
-        return call
-    owner = {owner}
-    setattr(owner, "{name}", planted(getattr(owner, "{name}"), {after}))
-"""
-
-
-@pytest.fixture
-def plant(tmp_path, monkeypatch):
-    """Let a function fail in workers, the first time after so many calls."""
-
-    def do(owner, name, after, fault):
-        site = tmp_path / "site"
-        site.mkdir()
-        (site / "sitecustomize.py").write_text(FAULT.format(owner=owner, name=name, after=after, fault=fault))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-
-    return do
 
 
 def test_an_exception_on_rank_1(open_llm, traces, plant):

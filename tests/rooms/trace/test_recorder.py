@@ -204,7 +204,7 @@ def test_without_a_tokenizer_there_are_no_texts(open_llm, tmp_path):
 
 
 def test_off_is_off(open_llm):
-    llm = open_llm()
+    llm = open_llm(disable_log_stats=True)
     assert llm.llm_engine.observers == [] and llm.llm_engine.scheduler.blocks.journal is None
 
 
@@ -304,7 +304,7 @@ def test_a_recording_begins_before_requests_come(open_llm):
 
 def test_a_recorder_that_fails_leaves_no_journal_behind(open_llm, monkeypatch, tmp_path, caplog):
     target = tmp_path / "run.recording.json"
-    with open_llm(trace=str(target)) as llm:
+    with open_llm(trace=str(target), disable_log_stats=True) as llm:
         (recorder,) = llm.llm_engine.observers
         monkeypatch.setattr(recorder, "_settle", lambda *_: 1 / 0)
         (output,) = llm.generate("one", GREEDY, use_tqdm=False)
