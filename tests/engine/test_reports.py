@@ -11,7 +11,7 @@ from nanovllm import AsyncLLM, RequestOutputKind, SamplingParams
 from nanovllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
-REPORTS = ROOT / "docs" / "reports.md"
+DOCS = ROOT / "docs"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -23,9 +23,10 @@ def tokens_of(outputs):
     return [output.token_ids for output in outputs]
 
 
-def test_every_report_names_tests_that_exist():
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", REPORTS.read_text(encoding="utf-8"), re.M)[2:]
-    assert len(rows) >= 16
+@pytest.mark.parametrize(("page", "least"), [("reports.md", 16), ("reliability.md", 19)])
+def test_every_report_and_every_promise_names_tests_that_exist(page, least):
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", (DOCS / page).read_text(encoding="utf-8"), re.M)[2:]
+    assert len(rows) >= least
     for report, _, tests in rows:
         named = re.findall(r"`([^`]+)::([^`]+)`", tests)
         assert named, f"{report} has no test"
