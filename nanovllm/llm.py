@@ -17,7 +17,7 @@ from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.interrupts import HeldBack
+from nanovllm.interrupts import HeldBack, old_objects_kept
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
@@ -312,7 +312,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, priority: Priority, use_tqdm: bool | Callable[..., Any]
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Queue the prompts of a call and step until they have finished; Ctrl-C comes between two steps."""
-        with HeldBack() as ctrl_c:
+        with HeldBack() as ctrl_c, old_objects_kept():
             requests = self._add(prompts, params, priority, stream=False)
             return requests, self._finished(requests, use_tqdm, ctrl_c)
 

@@ -128,3 +128,36 @@ def test_a_result_keeps_its_own_numbers_and_nothing_of_the_engine(open_llm):
     del outputs
     kinds, _ = alive()
     assert not kinds["StepScores"] and not kinds["Logprobs"]
+
+
+class Frozen:
+    """Notes at each step how many objects the collector passes over."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_step(self, output, times):
+        self.counts.append(gc.get_freeze_count())
+
+    def on_arrival(self, request): ...
+    def on_decision(self, output): ...
+    def on_end(self, request): ...
+    def close(self): ...
+
+
+def test_what_was_there_before_a_call_is_not_looked_at_within_it_and_is_after_it(open_llm):
+    llm, frozen = open_llm(), Frozen()
+    llm.llm_engine.observers.append(frozen)
+    llm.generate(prompts(3, 1), PARAMS[0], use_tqdm=False)
+    assert frozen.counts and min(frozen.counts) > 10_000
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ValueError):
+        llm.generate([[]], PARAMS[0], use_tqdm=False)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        llm.generate(prompts(3, 1), PARAMS[0], use_tqdm=False)
+        assert gc.get_freeze_count() > before - 1000, "they are the program's: they stay frozen"
+    finally:
+        gc.unfreeze()
