@@ -8,10 +8,7 @@ The thread takes whatever comes at once, so that neither end waits for one that 
 the thread that ends this process with its parent comes first.
 """
 
-import json
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -24,22 +21,15 @@ from nanovllm.errors import EngineError, NanoError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.messages import read_params
 from nanovllm.parallel.wire import Line, Parts, Sheet
-from nanovllm.parallel.worker import MESSAGE_BYTES, Life
+from nanovllm.parallel.worker import Life, run
 
 ABORTS_SECONDS = 0.002
 """How long an abort lets the next step wait: many come one after the other, each when the last one is answered."""
 
 
 def main() -> None:
-    """Serve one engine; the arguments are what ``guard.Worker`` passes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel, life = Connection(int(sys.argv[2])), Life(int(sys.argv[3]))
-    try:
-        serve(channel, json.loads(channel.recv_bytes(MESSAGE_BYTES)), life)
-    except EOFError:  # the parent closed the engine
-        os._exit(0)
-    except BaseException as error:  # noqa: BLE001  whatever it is, the parent must know
-        life.fail(error)
+    """Serve one engine as a whole."""
+    run(serve)
 
 
 def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:

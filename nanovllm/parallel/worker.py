@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +48,12 @@ class Life:
 
 
 def main() -> None:
-    """Serve one engine; the arguments are what ``group.Worker`` passes."""
+    """Serve one engine as a rank of it."""
+    run(serve)
+
+
+def run(serve: Callable[[Connection, dict[str, Any], Life], None]) -> None:
+    """Serve one engine, from its first message on; the process's arguments are what ``guard.Worker`` passes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, life = Connection(int(sys.argv[2])), Life(int(sys.argv[3]))
     try:
