@@ -117,6 +117,8 @@ class EngineConfig:
     trace: str | None = None
     """Record every step, and write the recording when the engine is closed: "run.html" is a page to watch it on, with
     "run.json" for viewers of Chrome traces beside it; "run.recording.json" is the recording alone."""
+    live: int | None = None
+    """Serve that page at this port of this machine while the engine runs; 0: at any free one. The log says where."""
     quantization: str | None = None
     disable_log_stats: bool = False
     """Count nothing: ``get_metrics`` then raises, and no advice is logged."""

@@ -73,9 +73,9 @@ class LLM:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
         trace = None
-        if self.config.trace is not None:  # before anything is loaded
-            self._need_one("trace", "data_parallel_size")
-            trace = find(TRACE)(self.config.trace)
+        if self.config.trace is not None or self.config.live is not None:  # before anything is loaded
+            self._need_one("trace or live", "data_parallel_size")
+            trace = find(TRACE)(self.config.trace, self.config.live)
         self._built: Built | None = build(self.config)
         self._metrics: Any = None
         counts = not self.config.disable_log_stats and self.config.data_parallel_size == 1

@@ -65,6 +65,12 @@ def add_explain(commands: Commands) -> None:
     parser.add_argument("request", nargs="?", metavar="REQUEST", help="its id; without it: a table of all")
 
 
+def add_top(commands: Commands) -> None:
+    """Add ``nanovllm top``."""
+    parser = _command(commands, "top", "show what an engine that was started with --live is doing")
+    parser.add_argument("port", type=_port, metavar="PORT", help="of this machine, as --live or live= named it")
+
+
 def add_info(commands: Commands) -> None:
     """Add ``nanovllm info``."""
     parser = _command(commands, "info", "say what a model is and what fits beside it, without loading its weights")
@@ -134,7 +140,7 @@ MODEL_HELP = "a folder, a .gguf file, a built-in name or a hub name like owner/n
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the user said about the engine, as keyword arguments of ``LLM``."""
-    given = {name: value for name in [*ENGINE, "trace"] if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in [*ENGINE, "trace", "live"] if (value := getattr(args, name, None)) is not None}
     return given | dict(args.options)
 
 
@@ -167,6 +173,12 @@ def _add_prompts(parser: argparse.ArgumentParser, *, output: bool = False) -> No
 
 def _add_recording(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--trace", metavar="FILE", help=f"write down every step: {RECORDING_HELP}{more}")
+    parser.add_argument(
+        "--live",
+        type=_port,
+        metavar="PORT",
+        help="show every step in a browser at this port while it runs; 0: any port",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser, *, output: bool = False) -> None:
@@ -218,6 +230,13 @@ def _above_zero(text: str) -> float:
 def _names(text: str) -> list[str]:
     """Read names with commas between them."""
     return [name for part in text.split(",") if (name := part.strip())]
+
+
+def _port(text: str) -> int:
+    """Read a port."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -266,7 +266,8 @@ def start(session: Session, name: str, row: Row) -> Iterator[Figure]:
     On a GPU a third one runs without graphs: the difference is what graphs cost.
     """
     options = session.engine_options(row)
-    options.pop("trace", None)
+    for name in ("trace", "live"):
+        options.pop(name, None)
     session.close_engine()
     first_token(session.path(row), options)
     parts = first_token(session.path(row), options)

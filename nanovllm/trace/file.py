@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from nanovllm.build import Built
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.trace.live import Live
 from nanovllm.trace.perfetto import MARK, chrome_trace
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.recording import Recording, dump
@@ -28,11 +29,21 @@ RENDER = "nanovllm.trace.page"
 class TraceFile:
     """The files of one trace. ``run.html`` brings ``run.json`` with it, ``run.recording.json`` stands alone.
 
+    With a ``port``, the page is served there too while the engine runs; see ``live``.
+
     Raises ConfigError if they could not be written: another ending, a folder that is missing or may not be written to,
-    a ``run.json`` that is something else.
+    a ``run.json`` that is something else; or if the port is taken.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | None, port: int | None = None) -> None:
+        self.path: Path | None = None
+        self.beside: Path | None = None
+        """Where the Chrome trace goes."""
+        if path is not None:
+            self._check(path)
+        self.live = None if port is None else Live(port)
+
+    def _check(self, path: str) -> None:
         target = Path(path).expanduser()
         if target.is_dir():
             _refuse(path, f"must be a file, and this is a folder; try {str(target / 'run.html')!r}")
@@ -45,7 +56,6 @@ class TraceFile:
             _refuse(path, f"must lie in a folder that may be written to, and {folder} may not; take another one")
         self.path = target.absolute()
         self.beside = self.path.with_suffix(".json") if target.name.endswith(PAGE) else None
-        """Where the Chrome trace goes."""
         if self.beside is not None and not _ours(self.beside):
             _refuse(path, f"brings {self.beside} with it, and there is another file of that name; take another name")
 
@@ -66,27 +76,36 @@ class TraceFile:
                 "policy": config.scheduling_policy,
             },
             decode=None if built.tokenizer is None else _decoder(built.tokenizer),
-            deliver=self.write,
+            deliver=self.end,
             candidates=config.logprobs_mode.endswith("logprobs"),
         )
         built.engine.observers.append(recorder)
+        if self.live is not None:
+            self.live.begin(recorder)
         weakref.finalize(owner, recorder.close)
 
-    def write(self, recording: Recording) -> None:
+    def end(self, recording: Recording) -> None:
+        """Let viewers go, and write the files if there are any to write."""
+        if self.live is not None:
+            self.live.close()
+        if self.path is not None:
+            self.write(self.path, recording)
+
+    def write(self, path: Path, recording: Recording) -> None:
         """Write all files, each whole or not at all. A failure is an error in the log: results must not be lost."""
         try:
             if self.beside is None:
-                replace(self.path, dump(recording))
+                replace(path, dump(recording))
             else:
-                replace(self.path, import_module(RENDER).render(recording))
+                replace(path, import_module(RENDER).render(recording))
                 replace(self.beside, json.dumps(chrome_trace(recording), separators=(",", ":")))
         except Exception as error:  # whatever it is, the engine's owner has results to take home
             logger.exception(
                 "the trace could not be written to %s (%s); the results are not touched by it. Give trace= another "
-                "place and run again.", self.path, error,
+                "place and run again.", path, error,
             )  # fmt: skip
         else:
-            logger.info("the trace of %d steps is in %s", len(recording["steps"]), self.path)
+            logger.info("the trace of %d steps is in %s", len(recording["steps"]), path)
 
 
 def replace(path: Path, text: str) -> None:

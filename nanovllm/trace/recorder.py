@@ -96,13 +96,13 @@ class Recorder(Observer):
             raise EngineError("requests are under way, and a recording begins before they come. Let them finish first.")
         self._scheduler = engine.scheduler
         self._blocks = engine.scheduler.blocks
-        self._decode = decode
+        self.decode = decode
         self._deliver = deliver
         self._candidates = candidates
         self._max_steps, self._max_bytes = max_steps, max_bytes
         self._lock = threading.RLock()  # the end of the process may close it while another thread steps the engine
         self._start = time.perf_counter()
-        self._facts = {
+        self.facts = {
             "block_size": self._blocks.block_size,
             "num_blocks": self._blocks.num_blocks,
             "max_num_batched_tokens": self._scheduler.max_num_batched_tokens,
@@ -110,16 +110,19 @@ class Recorder(Observer):
             **(facts or {}),
             "started": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
-        self._requests: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
+        """As in a recording, but that prompts are arrays."""
         self._alive: dict[Request, int] = {}
         self._tables: dict[Request, list[int]] = {}  # blocks of each when the journal was last read
         self._takers = [NOBODY] * self._blocks.num_blocks  # for whom a block was taken, while that one holds it
         self._held: dict[Request, None] = {}  # samples in no queue yet
-        self._steps: list[str] = []
+        self.steps: list[str] = []
+        """JSON of each; empty while it is under way."""
         self._under_way: deque[Step] = deque()
         self._ended_by: dict[Request, int] = {}  # the step whose decision, settling or failure ends it
         self._decided_end: set[Request] = set()
-        self._ids: set[int] = set()
+        self.ids: set[int] = set()
+        """Tokens that occur."""
         self._events = self._inherited()
         self._num_bytes = 0
         self._full = self._closed = False
@@ -136,7 +139,7 @@ class Recorder(Observer):
     def on_decision(self, output: SchedulerOutput) -> None:
         """Write down what is computed next, and what became of blocks since the last time."""
         with self._writing():
-            if not self._full and (self._num_bytes >= self._max_bytes or len(self._steps) >= self._max_steps):
+            if not self._full and (self._num_bytes >= self._max_bytes or len(self.steps) >= self._max_steps):
                 self._fill()
             if self._full:
                 self.dropped_steps += bool(output.spans)
@@ -189,17 +192,23 @@ class Recorder(Observer):
     def recording(self) -> Recording:
         """Return what has been recorded; the recorder must be closed. Cost: reading its JSON again."""
         assert self._closed, "a recording is complete when the recorder is closed"
-        decode = self._decode
+        decode = self.decode
         return {
             "format": FORMAT,
             "version": VERSION,
-            "engine": self._facts,
-            "texts": {} if decode is None else {str(token): decode(token) for token in sorted(self._ids)},
-            "requests": [{**row, "prompt": list(row["prompt"])} for row in self._requests],
-            "steps": json.loads(f"[{','.join(self._steps)}]"),
+            "engine": self.facts,
+            "texts": {} if decode is None else {str(token): decode(token) for token in sorted(self.ids)},
+            "requests": [{**row, "prompt": list(row["prompt"])} for row in self.requests],
+            "steps": json.loads(f"[{','.join(self.steps)}]"),
             "tail": self._events,
             "dropped_steps": self.dropped_steps,
         }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it nothing is written down, and so whoever steps the engine waits: look, copy, and go."""
+        with self._lock:
+            yield
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -218,7 +227,7 @@ class Recorder(Observer):
         return self._at(time.perf_counter())
 
     def _arrive(self, request: Request) -> None:
-        place, step = len(self._requests), len(self._steps)
+        place, step = len(self.requests), len(self.steps)
         held = any(request in samples for samples in self._scheduler.held.values()) if request.index else False
         row = {
             "id": request.request_id,
@@ -239,24 +248,24 @@ class Recorder(Observer):
             "stop": None,
             "text": "",
         }
-        self._requests.append(row)
+        self.requests.append(row)
         self._alive[request] = place
         if held:
             self._held[request] = None
-        self._ids.update(request.prompt_token_ids)
+        self.ids.update(request.prompt_token_ids)
         self._num_bytes += len(json.dumps({**row, "prompt": request.prompt_token_ids}))
 
     def _decide(self, output: SchedulerOutput) -> None:
         self._read_journal(output)
         if not (output.spans or output.preempted or output.finished):
             return
-        index, places = len(self._steps), self._alive
+        index, places = len(self.steps), self._alive
         if self._held:
             still = {sample for samples in self._scheduler.held.values() for sample in samples}
             for request in [each for each in self._held if each not in still]:
                 del self._held[request]
                 if not request.is_finished:
-                    self._requests[places[request]]["queued_step"] = index
+                    self.requests[places[request]]["queued_step"] = index
         facts = {
             "spans": [[places[s.request], s.start, s.stop, DROPPED if s.samples else NO_DRAW] for s in output.spans],
             "preempted": [places[request] for request in output.preempted],
@@ -266,7 +275,7 @@ class Recorder(Observer):
         self._events = []
         self._ended_by |= dict.fromkeys(output.finished, index)
         self._decided_end.update(output.finished)
-        self._steps.append("")
+        self.steps.append("")
         now = self._now()
         if output.spans:
             self._under_way.append(Step(index, output, {"t": [now] * 6, **facts}))
@@ -301,7 +310,7 @@ class Recorder(Observer):
                 self._ended_by.setdefault(request, step.index)
             if span.samples and span.stop < len(request.token_ids):
                 written[3] = request.token_ids[span.stop]
-                self._ids.add(written[3])
+                self.ids.add(written[3])
                 if self._candidates and request.params.num_logprobs is not None:
                     top[str(written[0])] = self._best(request, span.stop - len(request.prompt_token_ids))
         if top:
@@ -311,7 +320,7 @@ class Recorder(Observer):
     def _best(self, request: Request, place: int) -> list[tuple[int, float]]:
         found = request.logprobs[place].items()
         best = [(token, round(each.logprob, 4)) for token, each in found if isfinite(each.logprob)][:MOST_CANDIDATES]
-        self._ids.update(token for token, _ in best)
+        self.ids.update(token for token, _ in best)
         return best
 
     def _fail(self, step: Step, message: str) -> None:
@@ -324,11 +333,11 @@ class Recorder(Observer):
         self._write(step.index, step.facts)
 
     def _write(self, index: int, facts: dict[str, Any]) -> None:
-        self._steps[index] = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
-        self._num_bytes += len(self._steps[index])
+        self.steps[index] = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
+        self._num_bytes += len(self.steps[index])
 
     def _end(self, request: Request) -> None:
-        row, index = self._requests[self._alive[request]], len(self._steps)
+        row, index = self.requests[self._alive[request]], len(self.steps)
         by = self._ended_by.pop(request, None)
         decided = request in self._decided_end
         self._decided_end.discard(request)
@@ -340,7 +349,7 @@ class Recorder(Observer):
 
     def _let_go(self, request: Request) -> None:
         """Write down what there is of a request, and keep it no longer."""
-        row = self._requests[self._alive.pop(request)]
+        row = self.requests[self._alive.pop(request)]
         row["cached"] = request.num_cached_tokens
         row["text"] = "" if request.builder is None else request.builder.since(0)
         self._num_bytes += len(row["text"])
@@ -351,7 +360,7 @@ class Recorder(Observer):
         self._full = True
         self._blocks.journal = None
         logger.warning(
-            "the recording is full after %d steps, %d bytes: what comes now is not in it", len(self._steps),
+            "the recording is full after %d steps, %d bytes: what comes now is not in it", len(self.steps),
             self._num_bytes,
         )  # fmt: skip
         self._leave_if_full()

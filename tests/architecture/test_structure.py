@@ -248,7 +248,8 @@ NETWORK = {"huggingface_hub", "modelscope", "urllib", "requests", "httpx", "aioh
 @each_file
 def test_only_the_hub_knows_the_network(path):
     used = {module for module, _ in imports(tree_of(path)) if module.split(".")[0] in NETWORK}
-    assert part_of(path) in {"hub", "server", "parallel"} or not used
+    live = path.parent.name == "trace" and path.stem in {"live", "top"}  # on one machine
+    assert part_of(path) in {"hub", "server", "parallel"} or live or not used
 
 
 # --- in a process of its own ------------------------------------------------------------------------------------

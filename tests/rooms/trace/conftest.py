@@ -54,7 +54,7 @@ class Books(Observer):
         self.places[request] = len(self.places)
 
     def on_decision(self, output):
-        if len(self.recorder._steps) > len(self.copies):
+        if len(self.recorder.steps) > len(self.copies):
             self.copies.append(self.copy())
 
     def copy(self):

@@ -357,7 +357,7 @@ def test_memory_is_bounded_by_what_was_allowed(caplog):
     tracemalloc.start()
     try:
         recorder = serve(1500, 16, max_bytes=200_000)
-        kept = sum(map(len, recorder._steps))
+        kept = sum(map(len, recorder.steps))
     finally:
         tracemalloc.stop()
     found = recorder.recording()

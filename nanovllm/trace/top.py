@@ -1,0 +1,114 @@
+"""``nanovllm top``: what an engine with ``live=PORT`` is doing, in a terminal."""
+
+import argparse
+import http.client
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.errors import EngineError
+from nanovllm.trace.live import HOST
+from nanovllm.trace.recording import FREE, HOLD, TAKE
+
+WINDOW = 2_000_000
+"""Microseconds of steps that the rate is taken from."""
+MOST_ROWS = 20
+SECONDS = 60
+"""After so long without a word from the engine, which says something every few seconds, it is gone."""
+CLEAR = "\x1b[H\x1b[J"
+
+
+class Screen:
+    """What there is to see, from the messages that ``live`` sends."""
+
+    def __init__(self) -> None:
+        self._engine: dict[str, Any] = {}
+        self._requests: list[dict[str, Any]] = []
+        self._drawn: list[int] = []
+        self._running: list[int] = []
+        self._readers: dict[int, int] = {}
+        self._recent: deque[tuple[int, int]] = deque()  # when a step was settled, and what it drew
+        self._num_steps = self._num_preempted = 0
+
+    def read(self, message: dict[str, Any]) -> None:
+        """Take in a message."""
+        self._engine = message.get("engine", self._engine)
+        for facts in message.get("requests", ()):
+            if facts["index"] == len(self._requests):
+                self._requests.append({})
+                self._drawn.append(0)
+            self._requests[facts["index"]] |= facts
+        for step in message.get("steps", ()):
+            self._num_steps += 1
+            self._num_preempted += len(step["preempted"])
+            self._running = [span[0] for span in step["spans"]]
+            drawn = [span[0] for span in step["spans"] if span[3] >= 0]
+            for place in drawn:
+                self._drawn[place] += 1
+            self._recent.append((step["t"][5], len(drawn)))
+            events = step["blocks"]
+            for code, block in zip(events[::3], events[1::3], strict=True):
+                if code in (TAKE, HOLD, FREE):
+                    self._readers[block] = self._readers.get(block, 0) + (-1 if code == FREE else 1)
+        while self._recent and self._recent[-1][0] - self._recent[0][0] > WINDOW:
+            self._recent.popleft()
+
+    def text(self) -> str:
+        """Return it as lines."""
+        alive = [place for place, row in enumerate(self._requests) if row["ended"] is None]
+        running = [place for place in self._running if place in set(alive)]
+        waiting = len(alive) - len(running)
+        used = sum(count > 0 for count in self._readers.values())
+        blocks = self._engine.get("num_blocks", 0)
+        lines = [
+            f"{self._engine.get('model')} on {self._engine.get('device_name')}, {self._engine.get('dtype')}",
+            f"running {len(running)}  waiting {waiting}  ended {len(self._requests) - len(alive)}  "
+            f"steps {self._num_steps}  preempted {self._num_preempted}",
+            f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%})",
+            "",
+            f"{'request':>10} {'prompt':>7} {'drawn':>7} {'of':>7}",
+        ]
+        for place in running[:MOST_ROWS]:
+            row = self._requests[place]
+            lines.append(f"{row['id']:>10} {len(row['prompt']):>7} {self._drawn[place]:>7} {row['max_tokens']:>7}")
+        if len(running) > MOST_ROWS:
+            lines.append(f"{f'and {len(running) - MOST_ROWS} more':>10}")
+        return "\n".join(lines)
+
+    def _rate(self) -> float:
+        """Return tokens drawn each second, lately."""
+        if len(self._recent) < 2:
+            return 0.0
+        span = self._recent[-1][0] - self._recent[0][0]
+        return sum(drawn for _, drawn in list(self._recent)[1:]) * 1e6 / max(span, 1)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the engine at a port until it is closed, or Ctrl-C comes."""
+    screen, redraws = Screen(), sys.stdout.isatty()
+    for message in messages(args.port):
+        screen.read(message)
+        print(f"{CLEAR if redraws else ''}{screen.text()}", flush=True)
+    print("the engine is closed", file=sys.stderr)
+    return 0
+
+
+def messages(port: int) -> Iterator[dict[str, Any]]:
+    """Yield what the engine at a port says, until it is closed. Raises EngineError if there is none."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
+    try:
+        connection.request("GET", "/events")
+        response = connection.getresponse()
+        if response.status != 200:
+            raise EngineError(f"port {port} answers {response.status} {response.reason}; it is no engine to watch.")
+        for line in response:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineError(
+            f"no engine can be watched at port {port} ({error}). Start one with live={port}, or with --live {port}."
+        ) from error
+    finally:
+        connection.close()
