@@ -76,7 +76,12 @@ class LLM:
         if self.config.trace is not None or self.config.live is not None:  # before anything is loaded
             self._need_one("trace or live", "data_parallel_size")
             trace = find(TRACE)(self.config.trace, self.config.live)
-        self._built: Built | None = build(self.config)
+        try:
+            self._built: Built | None = build(self.config)
+        except BaseException:
+            if trace is not None:
+                trace.cancel()
+            raise
         self._metrics: Any = None
         counts = not self.config.disable_log_stats and self.config.data_parallel_size == 1
         if counts and find_spec(METRICS.partition(":")[0]) is not None:

@@ -84,6 +84,11 @@ class TraceFile:
             self.live.begin(recorder)
         weakref.finalize(owner, recorder.close)
 
+    def cancel(self) -> None:
+        """Give back the port: no engine came."""
+        if self.live is not None:
+            self.live.close()
+
     def end(self, recording: Recording) -> None:
         """Let viewers go, and write the files if there are any to write."""
         if self.live is not None:

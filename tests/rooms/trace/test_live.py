@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nanovllm import SamplingParams, cli
-from nanovllm.errors import ConfigError
+from nanovllm import LLM, SamplingParams, cli
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.trace import top
 from nanovllm.trace.file import TraceFile
 from nanovllm.trace.live import MOST_VIEWERS, Follower, Live
@@ -162,6 +162,16 @@ def test_a_port_that_cannot_be_had_is_refused_before_anything_is_loaded(open_llm
     for port in (-1, 65536):
         with pytest.raises(ConfigError, match="0 for any"):
             Live(port)
+
+
+def test_a_port_is_given_back_when_there_is_no_model(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError):
+        LLM(str(tmp_path), live=port)
+    Live(port).close()
 
 
 def test_a_port_is_free_again_when_the_engine_is_closed(open_llm):
