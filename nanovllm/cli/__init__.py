@@ -1,4 +1,4 @@
-"""The command ``nanovllm``: generate, chat, trace, explain, top, info, bench and profile in a terminal.
+"""The command ``nanovllm``: generate, chat, trace, page, explain, top, info, bench and profile in a terminal.
 
 This file reads the arguments; each command is a module that is imported when it is run, because torch takes
 a second or two to import and ``--help`` should not.
@@ -20,6 +20,7 @@ from nanovllm.cli.arguments import (
     add_explain,
     add_generate,
     add_info,
+    add_page,
     add_profile,
     add_top,
     add_trace,
@@ -30,6 +31,7 @@ COMMANDS = {
     "generate": "nanovllm.cli.generate:run",
     "chat": "nanovllm.cli.chat:run",
     "trace": "nanovllm.cli.trace:run",
+    "page": "nanovllm.trace.convert:run",
     "explain": "nanovllm.trace.explain:run",
     "top": "nanovllm.trace.top:run",
     "info": "nanovllm.cli.info:run",
@@ -81,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_generate, add_chat, add_trace, add_explain, add_top, add_info, add_bench, add_profile):
+    for add in (add_generate, add_chat, add_trace, add_page, add_explain, add_top, add_info, add_bench, add_profile):
         add(commands)
     return parser
 

@@ -58,6 +58,13 @@ def add_trace(commands: Commands) -> None:
     )  # fmt: skip
 
 
+def add_page(commands: Commands) -> None:
+    """Add ``nanovllm page``."""
+    parser = _command(commands, "page", "make the page to watch a recording on")
+    parser.add_argument("file", metavar="FILE", help="a .recording.json, as trace wrote it, or another page")
+    parser.add_argument("-o", "--output", default="run.html", metavar="FILE", help="default: %(default)s")
+
+
 def add_explain(commands: Commands) -> None:
     """Add ``nanovllm explain``."""
     parser = _command(commands, "explain", "say what became of a request, and where its time went")

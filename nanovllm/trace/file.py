@@ -16,7 +16,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.trace.live import Live
 from nanovllm.trace.perfetto import MARK, chrome_trace
 from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.recording import Recording, dump
+from nanovllm.trace.recording import Recording, dump, replace
 
 logger = logging.getLogger(__name__)
 
@@ -111,17 +111,6 @@ class TraceFile:
             )  # fmt: skip
         else:
             logger.info("the trace of %d steps is in %s", len(recording["steps"]), path)
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees a part of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        # JSON is all that may hold a lone surrogate, and this is how JSON writes one
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _ours(path: Path) -> bool:

@@ -56,6 +56,7 @@ Both stand in the order of (rank, index of the request).
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -118,6 +119,17 @@ def check(found: Any, path: str = "recording") -> Recording:
 def dump(recording: Recording) -> str:
     """Return a recording as compact JSON."""
     return json.dumps(recording, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that nobody ever sees a part of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        # JSON is all that may hold a lone surrogate, and this is how JSON writes one
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _refuse(path: str, found: str, way_out: str) -> NoReturn:
