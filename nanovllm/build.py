@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 GRAMMARS = "nanovllm.structured.compiler:Compiler"
 """What holds requests to their ``structured_outputs``."""
 
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+STEP_TOKENS = {"cpu": 512, "cuda": 8192, "large cuda": 16_384}
 """Default ``max_num_batched_tokens``. On a CPU a prefill is compute-bound from a few dozen rows on, and a smaller
-step keeps decodes moving."""
+step keeps decodes moving. A GPU of 70 GB or more may compute 8,192 tokens of a small model sooner than Python launches
+their kernels."""
 
 CPU_CACHE_BYTES = 4 * 2**30
 """Most that the cache takes on a CPU unless told otherwise; pages are mapped only when they are first written."""
@@ -104,7 +105,7 @@ def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
         cache_dtype=_cache_dtype(config.kv_cache_dtype, dtype, device, backend),
         storage=storage,
         max_model_len=_max_model_len(config.max_model_len, model),
-        max_num_batched_tokens=config.max_num_batched_tokens or STEP_TOKENS.get(device.type, STEP_TOKENS["cpu"]),
+        max_num_batched_tokens=config.max_num_batched_tokens or _step_tokens(device),
         block_size=config.block_size or backend.PREFERRED_BLOCK_SIZE,
         backend=backend,
         deterministic=_deterministic(config, device, backend),
@@ -284,9 +285,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
-        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"device is {name!r}, which cannot be used here ({reason}). Use 'auto' or 'cpu'.",
+            f"device is {name!r}, which cannot be used here ({str(error).splitlines()[0]}). Use 'auto' or 'cpu'.",
             parameter="device", value=name,
         ) from error  # fmt: skip
     return device
@@ -346,6 +346,11 @@ def _deterministic(config: EngineConfig, device: torch.device, backend: Any) -> 
     return True
 
 
+def _step_tokens(device: torch.device) -> int:
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 70e9
+    return STEP_TOKENS.get(f"{'large ' * large}{device.type}", STEP_TOKENS["cpu"])
+
+
 def _max_model_len(wanted: int | None, model: ModelConfig) -> int:
     """The model's limit, stretched where its rope scaling says so; or what the user wants, within that."""
     factor = model.rope.settings.get("factor", 1.0) if model.rope.kind in ("linear", "dynamic", "yarn") else 1.0
@@ -359,9 +364,8 @@ def _max_model_len(wanted: int | None, model: ModelConfig) -> int:
             f"max_model_len is {wanted}; this model's positions end at {limit}. Use that or less.",
             parameter="max_model_len", value=wanted,
         )  # fmt: skip
-    if wanted is not None:
-        return wanted
-    return model.max_position_embeddings if model.rope.kind == "dynamic" else limit
+    usual = model.max_position_embeddings if model.rope.kind == "dynamic" else limit
+    return usual if wanted is None else wanted
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -289,7 +289,8 @@ def test_slots_past_31_bits(tmp_path: Path) -> None:
             request = Request(request_id="", prompt_token_ids=tokens, params=greedy(1), max_tokens=1, arrival=0)
             request.block_ids = blocks
             spans = [Span(request, 0, 70, True), Span(request, 70, 99, True), Span(request, 99, 100, True)]
-            found.append([runner.submit(SchedulerOutput((span,)))() for span in spans])
-        assert found[0] == found[1]
+            drawn = [sampled for span in spans for sampled in runner.submit(SchedulerOutput((span,)))()]
+            found.append([(sampled.token_id, sampled.scores.owns.tolist()) for sampled in drawn])
+        assert found[0] == found[1] and len(found[0]) == 3
         written = runner.cache.data.flatten(3).any(-1).nonzero()[:, 2].unique().tolist()
         assert written == [1, 2, 32_769, 32_771]

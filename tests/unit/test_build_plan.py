@@ -17,9 +17,10 @@ LLAMA = {
 }  # fmt: skip
 
 
-def plan_on(device, monkeypatch, *, capability=(9, 0), model=LLAMA, **options):
-    """Plan as if on a device of that capability."""
+def plan_on(device, monkeypatch, *, capability=(9, 0), memory=80e9, model=LLAMA, **options):
+    """Plan as if on a device of that capability, with so many bytes of memory."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *which: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *which: SimpleNamespace(total_memory=memory))
     monkeypatch.setattr(build, "_device", lambda name: device)
     return build.plan(EngineConfig.from_options("folder", options), SimpleNamespace(config=model))
 
@@ -51,6 +52,17 @@ def test_types_that_a_gpu_has_are_given_without_a_warning(wanted, stored, capabi
 def test_a_cpu_is_not_asked_for_its_compute_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *which: pytest.fail("asked"))
     assert build._dtypes("bfloat16", None, CPU) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "options", "tokens"),
+    [
+        (CUDA, 150e9, {}, 16_384), (CUDA, 70e9, {}, 16_384), (CUDA, 48e9, {}, 8192), (CPU, 150e9, {}, 512),
+        (CUDA, 150e9, {"max_num_batched_tokens": 300}, 300),
+    ],
+)  # fmt: skip
+def test_a_step_has_more_tokens_on_a_large_gpu(device, memory, options, tokens, monkeypatch):
+    assert plan_on(device, monkeypatch, memory=memory, **options).max_num_batched_tokens == tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
