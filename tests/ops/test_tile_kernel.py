@@ -1,5 +1,7 @@
 """The kernel for some tens of rows means what the reference says: whole, gated, and in parts that a norm adds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -96,26 +98,34 @@ def test_nothing_to_multiply():
     assert multiply(draw(0, 32, dtype=torch.float16), weight, None).shape == (0, 64)
 
 
-@pytest.mark.parametrize("shape", [(1024, 2048), (1024, 3072), (4096, 1024), (7, 100), (4096, 4096)])
-def test_parts_are_whole_columns_and_only_where_asked(shape):
-    outputs, inputs = shape
-    for rows in (17, 64):
-        assert choose(rows, outputs, inputs, False, False).parts == 1
-        assert choose(rows, outputs, inputs, True, True).parts == 1
-        tile = choose(rows, outputs, inputs, False, True)
-        assert 1 <= tile.parts <= max(1, inputs // 256)
-        assert tile.parts == 1 or tile.parts * -(-outputs // 64) <= tile_kernel.ENOUGH
+@pytest.mark.parametrize("outputs", [7, 1024, 4096])
+def test_parts_are_only_where_asked_and_where_programs_are_missing(outputs):
+    for rows in (17, 64, 65, 128):
+        assert choose(rows, outputs, False, 1).parts == choose(rows, outputs, True, 8).parts == 1
+        tile = choose(rows, outputs, False, 8)
+        assert 1 <= tile.parts <= 8
+        programs = tile.parts * -(-outputs // tile.lines) * -(-rows // tile_kernel.ROWS)
+        assert tile.parts == 1 or programs <= tile_kernel.ENOUGH
+    assert [choose(rows, 1024, False, 8).parts for rows in (17, 64, 65, 128, 256)] == [8, 8, 4, 4, 2]
+
+
+def test_stages_fit_the_shared_memory(monkeypatch):
+    device, shared = torch.device("cuda"), 99 * 1024
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *which: SimpleNamespace(shared_memory_per_block_optin=shared)
+    )
+    assert [tile_kernel._stages(8, num_bytes, device) for num_bytes in (8192, 16_384, 65_536)] == [8, 6, 2]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 128, 129])
 def test_the_front_door_takes_it_between_its_limits(rows, level, monkeypatch):
     monkeypatch.setattr(overlap, "OVERLAP", level)
     weight = draw(256, 1024, dtype=torch.bfloat16, scale=1024**-0.5)
     product = prepare(weight, None, torch.bfloat16)
     x = draw(rows, 1024, dtype=torch.bfloat16)
-    between = few_rows.ROWS < rows <= few_rows.TILE_ROWS
+    between = few_rows.ROWS < rows <= few_rows.PART_ROWS
     added = draw(rows, 256, dtype=torch.bfloat16)
     parts, rest = product.plus(x, added)
     assert parts.dim() == (3 if between else 2) and (rest is None) == (rows <= few_rows.ROWS)
