@@ -36,6 +36,9 @@ MOST_MARGIN = 2.0
 LEAST = 64
 """A step may always have this part, one in 64, of the tokens that it may have without a target."""
 
+SELDOM = 32
+"""Where every step with a prompt is over the target, so many steps of decodes lie between two of them."""
+
 HOPELESS = 32
 """After so many steps in which the target is out of reach a warning says so."""
 
@@ -57,8 +60,11 @@ class PacedScheduler(Scheduler):
 
     Never more than ``max_num_seqs`` and ``max_num_batched_tokens``; never less than one request and a 64th of the
     tokens, so prompts go on whatever the target is. While no request decodes, nobody waits for a token and nothing is
-    cut. Who runs is not sent back for the sake of the target: when steps become slower, fewer are admitted. A target
-    that not even one request alone would hold counts as twice what that one takes, and a warning says so.
+    cut. Where even that many tokens take a step over a target that decodes alone would hold (a GPU has graphs for these
+    alone), there are prompts only after every ``SELDOM`` steps, but as many tokens as without a target: that step is
+    over it anyway, and the others are not. Who runs is not sent back for the sake of the target: when steps become
+    slower, fewer are admitted. A target that not even one request alone would hold counts as twice what that one takes,
+    and a warning says so.
 
     The margin is what the model's errors ask for: it grows with each limited step that takes longer than the target,
     and shrinks with the others, so that ``MISSES`` of them do in the long run, whatever the errors are (adaptive
@@ -77,6 +83,7 @@ class PacedScheduler(Scheduler):
         self._most_running, self._most_tokens = self.max_running, self.max_num_batched_tokens
         self._least_tokens = max(1, self._most_tokens // LEAST)
         self._seen = Work()  # the largest numbers that were measured
+        self._without_prompt = 0  # steps since one had a prompt
         self._under_way: deque[Step] = deque()
         self._settled = 0.0
         self._hopeless = 0
@@ -93,8 +100,10 @@ class PacedScheduler(Scheduler):
         self.max_num_batched_tokens = min(self._most_tokens, len(decodes) + prompt)
         output = super().schedule()
         if output.spans:
+            work = Work.of(output.spans)
             limited = bool(decodes) and output.num_tokens == self.max_num_batched_tokens < self._most_tokens
-            self._under_way.append(Step(output, Work.of(output.spans), began, alone <= self.target, limited))
+            self._under_way.append(Step(output, work, began, alone <= self.target, limited))
+            self._without_prompt = 0 if work.prompt else self._without_prompt + 1
         return output
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled | None]) -> list[Request]:
@@ -124,6 +133,9 @@ class PacedScheduler(Scheduler):
         start = max((request.num_computed_tokens for request in prefills), default=0)
         known = 2 * max(self._seen.prompt, self._least_tokens)
         fits = self.cost.most_prompt(decodes, start, seconds)
+        least = Work(decodes.decodes, decodes.context, self._least_tokens, self._least_tokens * start)
+        if fits < self._least_tokens and self.cost.of(decodes) <= self.target < self.cost.of(least):
+            return int(min(known, self._most_tokens)) if self._without_prompt >= SELDOM else 0
         return max(self._least_tokens, int(min(fits, known, self._most_tokens)))
 
     def _learn(self, step: Step, seconds: float) -> None:

@@ -119,13 +119,13 @@ def test_stages_fit_the_shared_memory(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 128, 129])
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65])
 def test_the_front_door_takes_it_between_its_limits(rows, level, monkeypatch):
     monkeypatch.setattr(overlap, "OVERLAP", level)
     weight = draw(256, 1024, dtype=torch.bfloat16, scale=1024**-0.5)
     product = prepare(weight, None, torch.bfloat16)
     x = draw(rows, 1024, dtype=torch.bfloat16)
-    between = few_rows.ROWS < rows <= few_rows.PART_ROWS
+    between = few_rows.ROWS < rows <= few_rows.TILE_ROWS
     added = draw(rows, 256, dtype=torch.bfloat16)
     parts, rest = product.plus(x, added)
     assert parts.dim() == (3 if between else 2) and (rest is None) == (rows <= few_rows.ROWS)

@@ -16,8 +16,8 @@ from nanovllm.ops.linear.product import Product, norm
 ROWS, LONG_ROWS = 16, 1
 """Most rows that go to ``kernel``, and of rows of more than ``LONG`` numbers."""
 
-TILE_ROWS, PART_ROWS = 64, 128
-"""Most rows that go to ``tile_kernel``, and of a product that may come in parts; beyond them cuBLAS is faster."""
+TILE_ROWS = 64
+"""Most rows that go to ``tile_kernel``; beyond them cuBLAS is faster, or no slower."""
 
 LONG, WIDE = 3072, 32_768
 """The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains. A product
@@ -41,7 +41,7 @@ class FewRows(Product):
         self.rows = min(LONG_ROWS if long else ROWS, kernel.most_rows(weight.dtype))
         self.norm_rows = 0 if weight.shape[1] > kernel.WIDEST else min(self.rows, kernel.norm_rows(weight.dtype))
         tiles = not long and weight.shape[0] < WIDE and weight.element_size() == 2
-        self.tile_rows, self.part_rows = (TILE_ROWS, PART_ROWS) if tiles else (self.rows, self.rows)
+        self.tile_rows = TILE_ROWS if tiles else self.rows
         # not a method of its own: an object that refers to itself would hold the weight until the next collection
         multiply = partial(_multiply, weight=weight, bias=bias, rows=self.rows, tile_rows=self.tile_rows)
         super().__init__(multiply, lambda: (weight, bias))
@@ -69,7 +69,7 @@ class FewRows(Product):
         """See ``reference.plus``."""
         if 0 < x.shape[0] <= self.rows and kernels_run_on(x, residual, self.weight):
             return self.kernel.plus(x, residual, self.weight, self.bias), None
-        if self.rows < x.shape[0] <= self.part_rows and kernels_run_on(x, self.weight):
+        if self.rows < x.shape[0] <= self.tile_rows and kernels_run_on(x, self.weight):
             return self.tile_kernel.multiply(x, self.weight, self.bias, in_parts=True), residual
         return super().plus(x, residual)
 
