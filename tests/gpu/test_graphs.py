@@ -103,12 +103,14 @@ def test_a_prefix_in_common_is_read_once_in_graphs_too(folder):
 
 @pytest.mark.alone
 def test_the_memory_a_step_takes_is_set_aside(folder):
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
-    with open_llm(folder, kv_cache_memory_bytes=None, gpu_memory_utilization=0.2, max_num_seqs=64) as llm:
-        prompts, params = work(128, seed=9)
-        answers(llm, prompts, params)
-        torch.cuda.synchronize()
-        assert torch.cuda.max_memory_allocated() <= 0.2 * total
+    total = torch.cuda.mem_get_info()[1]
+    for _ in range(2):  # the first one leaves libraries their workspace
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with open_llm(folder, kv_cache_memory_bytes=None, gpu_memory_utilization=0.2, max_num_seqs=64) as llm:
+            prompts, params = work(128, seed=9)
+            answers(llm, prompts, params)
+            torch.cuda.synchronize()
+            assert torch.cuda.max_memory_allocated() <= 0.2 * total
     assert torch.cuda.memory_allocated() <= before + (1 << 20), "memory is not given back"
