@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm.pacing.cost import Cost, Work
@@ -36,8 +37,9 @@ MOST_MARGIN = 2.0
 LEAST = 64
 """A step may always have this part, one in 64, of the tokens that it may have without a target."""
 
-SELDOM = 32
-"""Where every step with a prompt is over the target, so many steps of decodes lie between two of them."""
+SELDOM = 48
+"""Where every step with a prompt is over the target, so many steps of decodes come to lie between two of them: each is
+late, and maybe the one before, while it is launched, and 95 of 100 are to hold the target."""
 
 HOPELESS = 32
 """After so many steps in which the target is out of reach a warning says so."""
@@ -61,10 +63,10 @@ class PacedScheduler(Scheduler):
     Never more than ``max_num_seqs`` and ``max_num_batched_tokens``; never less than one request and a 64th of the
     tokens, so prompts go on whatever the target is. While no request decodes, nobody waits for a token and nothing is
     cut. Where even that many tokens take a step over a target that decodes alone would hold (a GPU has graphs for these
-    alone), there are prompts only after every ``SELDOM`` steps, but as many tokens as without a target: that step is
-    over it anyway, and the others are not. Who runs is not sent back for the sake of the target: when steps become
-    slower, fewer are admitted. A target that not even one request alone would hold counts as twice what that one takes,
-    and a warning says so.
+    alone), prompts come less and less often, at last after ``SELDOM`` steps, but with as many tokens as without a
+    target: that step is over it anyway, and the others are not. Who runs is not sent back for the sake of the target:
+    when steps become slower, fewer are admitted. A target that not even one request alone would hold counts as twice
+    what that one takes, and a warning says so.
 
     The margin is what the model's errors ask for: it grows with each limited step that takes longer than the target,
     and shrinks with the others, so that ``MISSES`` of them do in the long run, whatever the errors are (adaptive
@@ -83,6 +85,8 @@ class PacedScheduler(Scheduler):
         self._most_running, self._most_tokens = self.max_running, self.max_num_batched_tokens
         self._least_tokens = max(1, self._most_tokens // LEAST)
         self._seen = Work()  # the largest numbers that were measured
+        self._dear = False  # even a few tokens of prompts take a step over the target
+        self._distance = 0  # steps without a prompt that shall lie between two with one, while they are so dear
         self._without_prompt = 0  # steps since one had a prompt
         self._under_way: deque[Step] = deque()
         self._settled = 0.0
@@ -96,6 +100,7 @@ class PacedScheduler(Scheduler):
         alone = self.cost.of(Work(1, running.context // max(1, running.decodes)))
         aim = self.target / self.margin if alone <= self.target else 2 * alone
         self.max_running = self._running_limit(running, DECODES * aim)
+        self._dear = False
         prompt = self._prompt_limit(Work(len(decodes), sum(decodes)), aim) if decodes else self._most_tokens
         self.max_num_batched_tokens = min(self._most_tokens, len(decodes) + prompt)
         output = super().schedule()
@@ -104,6 +109,8 @@ class PacedScheduler(Scheduler):
             limited = bool(decodes) and output.num_tokens == self.max_num_batched_tokens < self._most_tokens
             self._under_way.append(Step(output, work, began, alone <= self.target, limited))
             self._without_prompt = 0 if work.prompt else self._without_prompt + 1
+            if work.prompt:
+                self._distance = min(2 * self._distance + 1, SELDOM) if self._dear else 0
         return output
 
     def update(self, output: SchedulerOutput, sampled: Sequence[Sampled | None]) -> list[Request]:
@@ -112,7 +119,10 @@ class PacedScheduler(Scheduler):
         while self._under_way:  # steps that failed or were taken back are not settled
             step = self._under_way.popleft()
             if step.output is output:
-                self._learn(step, max(now - max(step.began, self._settled), 1e-9))
+                launches = any(later.work.prompt for later in self._under_way)
+                self._learn(
+                    step, replace(step.work, launches=launches), max(now - max(step.began, self._settled), 1e-9)
+                )
                 break
         self._settled = now
         return super().update(output, sampled)
@@ -133,14 +143,15 @@ class PacedScheduler(Scheduler):
         start = max((request.num_computed_tokens for request in prefills), default=0)
         known = 2 * max(self._seen.prompt, self._least_tokens)
         fits = self.cost.most_prompt(decodes, start, seconds)
-        least = Work(decodes.decodes, decodes.context, self._least_tokens, self._least_tokens * start)
-        if fits < self._least_tokens and self.cost.of(decodes) <= self.target < self.cost.of(least):
-            return int(min(known, self._most_tokens)) if self._without_prompt >= SELDOM else 0
+        least = replace(decodes, prompt=self._least_tokens, pairs=self._least_tokens * start, launches=True)
+        self._dear = fits < self._least_tokens and self.cost.of(decodes) <= self.target < self.cost.of(least)
+        if self._dear:
+            return int(min(known, self._most_tokens)) if self._without_prompt >= self._distance else 0
         return max(self._least_tokens, int(min(fits, known, self._most_tokens)))
 
-    def _learn(self, step: Step, seconds: float) -> None:
-        self.cost.learn(step.work, seconds)
-        seen, work = self._seen, step.work
+    def _learn(self, step: Step, work: Work, seconds: float) -> None:
+        self.cost.learn(work, seconds)
+        seen = self._seen
         self._seen = Work(max(seen.decodes, work.decodes), prompt=max(seen.prompt, work.prompt))
         missed = seconds > self.target
         if step.reachable and step.limited and not (missed and work.prompt <= self._least_tokens):

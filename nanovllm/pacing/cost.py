@@ -1,8 +1,9 @@
 """What a step costs, learned from the steps there were.
 
 A step's time is taken as a sum: something for the step itself, for each request that decodes, for each token of their
-contexts, for prompts being there at all (a GPU then has no graph to replay), for each token of them, and for each pair
-of a prompt's token and a token that it attends to.
+contexts, for prompts being there at all (a GPU then has no graph to replay), for each token of them, for each pair of a
+prompt's token and a token that it attends to, and for the launch of prompts. That last one is no part of their own step
+where steps overlap, but of the one that runs while the host launches theirs, and is settled so much later.
 """
 
 import math
@@ -24,7 +25,7 @@ ASTRAY = 0.25
 STEPS_ASTRAY = 4
 """... if so many steps one after the other have it: then the machine has changed."""
 
-PRIOR = (0.3, 0.1, 1 / 16_384, 0.3, 1 / 32, 1 / 1_000_000)
+PRIOR = (0.3, 0.1, 1 / 16_384, 0.3, 1 / 32, 1 / 1_000_000, 0.3)
 """What each term may cost before anything is known, in target times. Large, and tokens before steps: a wrong guess then
 is that one more token costs too much, and is found out by smaller steps, not by larger ones."""
 
@@ -41,6 +42,8 @@ class Work:
     """Tokens of prompts."""
     pairs: float = 0.0
     """Tokens that those attend to, summed over them."""
+    launches: bool = False
+    """Whether meanwhile a step with prompts was launched."""
 
     @classmethod
     def of(cls, spans: tuple[Span, ...]) -> "Work":
@@ -56,7 +59,7 @@ class Work:
 
     def terms(self) -> np.ndarray:
         """Return how often each term is in the sum."""
-        return np.array([1.0, self.decodes, self.context, self.prompt > 0, self.prompt, self.pairs])
+        return np.array([1.0, self.decodes, self.context, self.prompt > 0, self.prompt, self.pairs, self.launches])
 
 
 class Cost:
@@ -96,8 +99,8 @@ class Cost:
 
         Their number p solves room = p * (token + start * pair) + p**2 / 2 * pair.
         """
-        mixed, token, pair = (self._costs * self._scale)[3:]
-        room = seconds - self.of(decoding) - mixed
+        mixed, token, pair, launch = (self._costs * self._scale)[3:]
+        room = seconds - self.of(decoding) - mixed - launch
         slope = token + start * pair
         if room <= 0:
             return 0.0
