@@ -34,7 +34,7 @@ def hear(told: Any) -> list[Metric]:
 
 def _figure(name: str, labels: dict[str, str], value: Any) -> Metric:
     about = METRICS[name]
-    if not all(isinstance(text, str) for text in labels.values()):
+    if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
         raise TypeError(f"{name} has the labels {labels}")
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, (int, float)) and number >= 0 for number in numbers):

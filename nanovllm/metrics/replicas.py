@@ -77,7 +77,7 @@ def total(replicas: Sequence[Sequence[Metric]]) -> list[Metric]:
 
 
 def _num_blocks(figures: Iterable[Metric]) -> int:
-    return next(int(figure.labels[BLOCKS]) for figure in figures if figure.name == PREFIX + INFO)
+    return sum(int(figure.labels[BLOCKS]) for figure in figures if figure.name == PREFIX + INFO)
 
 
 def _sum(one: Metric, other: Metric) -> Metric:
