@@ -66,6 +66,12 @@ def gate(tmp_path, plant):
     return path
 
 
+def freeze(pid):
+    """Stop a process that this one has started, and wait until it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+
+
 def sums_of(outputs, params):
     """What outputs of requests that each had one sample say of all that is not by step."""
     seen = {name: [] for name in METRICS}
@@ -146,18 +152,23 @@ def test_a_replica_without_requests_counts_nothing(pair):
     assert len(idle) == 1 and each[1 - idle[0]]["generation_tokens",] == len(output.token_ids) == 12
 
 
-def test_a_question_that_ctrl_c_ends_is_answered_to_nobody(pair):
+def test_a_question_that_ctrl_c_ends_is_answered_to_nobody(pair, monkeypatch):
     before = counted(pair)
-    pid = pair.llm_engine._fleet._workers[0].process.pid
-    os.kill(pid, signal.SIGSTOP)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    pid, answers, pressed = pair.llm_engine._fleet._workers[0].process.pid, fleet.Fleet._answers, []
+
+    def press_once(*asked):
+        if not pressed:
+            pressed.append(os.kill(os.getpid(), signal.SIGINT))
+        return answers(*asked)
+
+    monkeypatch.setattr(fleet.Fleet, "_answers", press_once)
+    freeze(pid)
     try:
         with pytest.raises(KeyboardInterrupt):
             pair.get_metrics()
     finally:
         os.kill(pid, signal.SIGCONT)
-        timer.join()
+    monkeypatch.undo()
     pair.generate(PROMPTS, GREEDY, use_tqdm=False)
     for _ in range(2):
         assert grown(before, counted(pair))["generation_tokens",] == 12 * len(PROMPTS)
@@ -285,7 +296,7 @@ def test_asking_a_replica_that_is_frozen_ends_and_so_do_its_requests(open_replic
     monkeypatch.setattr(guard, "PATIENCE", 1.0)
     llm = open_replicas("qwen3", 2)
     engine = llm.llm_engine
-    os.kill(engine._fleet._workers[0].process.pid, signal.SIGSTOP)
+    freeze(engine._fleet._workers[0].process.pid)
     engine.add_request(None, [1, 2], GREEDY)
     with pytest.raises(EngineError, match="replica 0 has not answered for 1 s"):
         llm.get_metrics()
@@ -305,7 +316,7 @@ def test_an_engine_that_is_closed_lets_go_who_asks(open_replicas, traces, monkey
     answers = fleet.Fleet._answers
     monkeypatch.setattr(fleet.Fleet, "_answers", lambda *args: (asked.set(), answers(*args))[1])
     for worker in llm.llm_engine._fleet._workers:
-        os.kill(worker.process.pid, signal.SIGSTOP)
+        freeze(worker.process.pid)
 
     def ask():
         try:
