@@ -60,7 +60,7 @@ class Fleet:
         self._workers: list[Worker] = []
         self._lines: list[Line] = []
         self._questions: list[Line] = []  # for what is answered in the middle of a step; who asks holds the lock
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()  # a signal may close the engine of the thread that asks
         self._numbers = count()
         self._records = False
         self._guard = Guard(self._workers)
@@ -137,7 +137,7 @@ class Fleet:
         for place, answer in enumerate(told):
             if "failed" in answer:
                 raise EngineError(f"replica {place} could not say what it has counted: {answer['failed']}.")
-        return [answer["metrics"] for answer in told]
+        return [answer.get("metrics") for answer in told]
 
     def _answers(self, number: int, places: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """Wait a moment; return what has been answered. Answers to a question that was given up are dropped."""
@@ -146,13 +146,15 @@ class Fleet:
             ready = set(wait(list(lines), PERIOD))
             places = [place for channel, place in lines.items() if channel in ready]
             texts = {place: self._questions[place].receive().text for place in places}
-        except EOFError as error:
+            if not all("ask" in text for text in texts.values()):
+                raise EngineError(f"replicas answer {texts}, and to no question; they do not run the same code.")
+        except (EOFError, OSError) as error:
             if not self._closed:
                 self._guard.failed.wait(VERDICT_SECONDS)
                 self._reason = self._guard.reason or "a replica closed its connection"
             raise self._lost() from error
         except EngineError as error:
-            self._reason = str(error)  # whoever steps next ends them all
+            self._reason = str(error)  # whoever steps next, or closes, ends them all
             raise
         return {place: text for place, text in texts.items() if text["ask"] == number}
 
@@ -179,7 +181,7 @@ class Fleet:
     def lose(self, reason: str) -> None:
         """End all processes because of something that the guard may not see."""
         if not self._closed:
-            self._reason = self._guard.reason or reason
+            self._reason = self._guard.reason or self._reason or reason
         self.close()
 
     def _lost(self) -> EngineError:

@@ -68,7 +68,7 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     if trace is not None:
         trace.begin(built.engine, built, config)
     questions = Line(Connection(int(sys.argv[4])))
-    Thread(target=answer, args=(questions, metrics), name="nanovllm-answers", daemon=True).start()
+    Thread(target=answer, args=(questions, metrics, life), name="nanovllm-answers", daemon=True).start()
     try:
         line.send({"num_blocks": built.engine.scheduler.blocks.num_blocks})
         Server(line, built.engine).run()
@@ -78,8 +78,8 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     os._exit(0)
 
 
-def answer(questions: Line, metrics: Any) -> None:
-    """Say what has been counted whenever somebody asks, until the line ends."""
+def answer(questions: Line, metrics: Any, life: Life) -> None:
+    """Say what has been counted whenever somebody asks, until the line ends. If it cannot, the process ends."""
     try:
         while True:
             number = questions.receive().text["ask"]
@@ -91,6 +91,8 @@ def answer(questions: Line, metrics: Any) -> None:
             questions.send({"ask": number, **told})
     except EOFError:
         return
+    except BaseException as error:  # noqa: BLE001  whoever asks would wait for ever
+        life.fail(error)
 
 
 class Server:

@@ -72,6 +72,25 @@ def freeze(pid):
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
 
 
+def soon(call):
+    """Return what a call returns, or raise what it raises; fail if it does not end."""
+    found, failures = [], []
+
+    def run():
+        try:
+            found.append(call())
+        except EngineError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    for error in failures:
+        raise error
+    assert found, "it waits for something that does not come"
+    return found[0]
+
+
 def sums_of(outputs, params):
     """What outputs of requests that each had one sample say of all that is not by step."""
     seen = {name: [] for name in METRICS}
@@ -208,11 +227,11 @@ def test_they_answer_in_the_middle_of_a_step(open_replicas, gate):
         for number in range(6):
             engine.add_request(str(number), [number] * 20, GREEDY)
         deadline = time.monotonic() + SECONDS
-        while now(llm, "num_requests_running") < 2 and time.monotonic() < deadline:
+        while soon(lambda: now(llm, "num_requests_running")) < 2 and time.monotonic() < deadline:
             assert engine.step() == []
-        running = [now(llm, "num_requests_running", str(place)) for place in range(2)]
-        assert min(running) >= 1 and now(llm, "kv_cache_usage_perc") >= 3 * sum(running) / 128
-        assert counted(llm)["num_steps",] == 0
+        running = soon(lambda: [now(llm, "num_requests_running", str(place)) for place in range(2)])
+        assert min(running) >= 1 and soon(lambda: now(llm, "kv_cache_usage_perc")) >= 3 * sum(running) / 128
+        assert soon(lambda: counted(llm))["num_steps",] == 0
         gate.touch()
         outputs = []
         while engine.has_unfinished_requests:
@@ -334,13 +353,39 @@ def test_an_engine_that_is_closed_lets_go_who_asks(open_replicas, traces, monkey
     traces()
 
 
-def test_an_answer_that_is_none_loses_the_engine(open_replicas, traces):
+def test_a_question_that_is_none_ends_the_replica(open_replicas, traces):
+    llm = open_replicas("qwen3", 2)
+    llm.llm_engine._fleet._questions[0].send({"nonsense": 1})
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the engine is lost: replica 0 failed with KeyError: 'ask'"):
+            llm.get_metrics()
+    llm.close()
+    traces()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_an_answer_that_is_none_loses_the_engine(open_replicas, traces, busy):
     llm = open_replicas("qwen3", 2)
     llm.get_metrics()
+    if busy:
+        llm.llm_engine.add_request(None, [1], LONG)
     next(llm.llm_engine._fleet._questions[1]._read)  # so the next answer has another number than is due
     with pytest.raises(EngineError, match="a replica's message is number 1, not 2"):
         llm.get_metrics()
-    with pytest.raises(EngineError, match="the engine is lost: a replica's message is number 1, not 2"):
+    if busy:
+        with pytest.raises(EngineError, match="^the engine is lost: a replica's message is number 1, not 2") as error:
+            llm.llm_engine.step()
+        assert [output.outputs[0].finish_reason for output in error.value.outputs] == ["error"]
+        traces()  # before it is closed
+    with pytest.raises(EngineError, match="^the engine is lost: a replica's message is number 1, not 2"):
         llm.generate([[1]], GREEDY, use_tqdm=False)
     llm.close()
+    traces()
+
+
+def test_a_signal_may_close_the_engine_that_the_same_thread_asks(open_replicas, traces, monkeypatch):
+    llm, answers = open_replicas("qwen3", 2), fleet.Fleet._answers
+    monkeypatch.setattr(fleet.Fleet, "_answers", lambda *asked: (llm.close(), answers(*asked))[1])
+    with pytest.raises(EngineError, match="the engine is lost: it was closed"):
+        soon(llm.get_metrics)
     traces()
