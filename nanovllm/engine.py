@@ -157,9 +157,10 @@ class LLMEngine:
         ]
         self._requests[request_id] = samples
         now, wall = time.perf_counter(), time.time()
-        self.scheduler.add(samples[0], samples[1:])
         for request in samples:
             request.metrics.queued_ts, request.metrics.arrival_time = now, wall
+        self.scheduler.add(samples[0], samples[1:])
+        for request in samples:
             self._tell("on_arrival", request)
         return samples[0]
 

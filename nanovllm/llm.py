@@ -27,11 +27,12 @@ from nanovllm.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-METRICS = "nanovllm.metrics:Metrics"
+METRICS = "nanovllm.metrics:attach"
 """What counts, unless ``disable_log_stats``."""
 BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 SCORE = "nanovllm.scoring:score"
-TRACE = "nanovllm.trace.file:TraceFile"
+TRACE = "nanovllm.trace.file:open_trace"
+"""What records, for ``trace`` and ``live``."""
 
 Priority = int | Sequence[int] | None
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -74,19 +75,14 @@ class LLM:
         self.config = EngineConfig.from_options(model, options)
         trace = None
         if self.config.trace is not None or self.config.live is not None:  # before anything is loaded
-            self._need_one("trace or live", "data_parallel_size")
-            trace = find(TRACE)(self.config.trace, self.config.live)
+            trace = find(TRACE)(self.config)
         try:
             self._built: Built | None = build(self.config)
         except BaseException:
             if trace is not None:
                 trace.cancel()
             raise
-        self._metrics: Any = None
-        counts = not self.config.disable_log_stats and self.config.data_parallel_size == 1
-        if counts and find_spec(METRICS.partition(":")[0]) is not None:
-            self._metrics = find(METRICS)(self.llm_engine.scheduler, self.config, self._alive().plan)
-            self.llm_engine.observers.append(self._metrics)
+        self._metrics = counter(self.config, self._built)
         if trace is not None:
             trace.begin(self, self._built, self.config)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
@@ -133,14 +129,17 @@ class LLM:
         known = self._alive().generation_config
         return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
 
-    def get_metrics(self) -> list[Any]:
-        """Return what has been counted, as ``nanovllm.metrics`` says. Raises ConfigError if nothing has been."""
+    def get_metrics(self, *, per_replica: bool = False) -> list[Any]:
+        """Return what has been counted, as ``nanovllm.metrics`` says. Raises ConfigError if nothing has been.
+
+        With ``data_parallel_size`` that of all replicas together, or, ``per_replica``, of each, told apart by the label
+        ``engine``; they answer in the middle of a step too. Raises EngineError if one is lost. Any thread may ask.
+        """
         self._alive()
-        self._need_one("get_metrics", "data_parallel_size")
         if self._metrics is None:
             rule = "no metrics are kept; make an LLM without disable_log_stats, with the folder nanovllm/metrics there."
             raise ConfigError(rule, parameter="disable_log_stats", value=self.config.disable_log_stats)
-        return list(self._metrics.read())
+        return list(self._metrics.read(per_replica=per_replica))
 
     def generate(
         self,
@@ -398,3 +397,10 @@ class LLM:
         if self._built is not None:
             for request in requests:
                 self._built.engine.abort(request.request_id)
+
+
+def counter(config: EngineConfig, built: Built, replica: int = 0) -> Any:
+    """Return what counts what an engine does; None under ``disable_log_stats``, or if the room is not there."""
+    if config.disable_log_stats or find_spec(METRICS.partition(":")[0]) is None:
+        return None
+    return find(METRICS)(built.engine, config, built.plan, replica)

@@ -71,9 +71,12 @@ class AsyncLLM:
         """Return the model's tokenizer; see ``LLM.get_tokenizer``."""
         return self._llm.get_tokenizer()
 
-    def get_metrics(self) -> list[Any]:
-        """Return what has been counted; see ``LLM.get_metrics``. Any thread may ask, and nobody waits."""
-        return self._llm.get_metrics()
+    def get_metrics(self, *, per_replica: bool = False) -> list[Any]:
+        """Return what has been counted; see ``LLM.get_metrics``. Any thread may ask, and no request waits for it.
+
+        With ``data_parallel_size`` the caller waits for the replicas' answers: ask in a thread if milliseconds count.
+        """
+        return self._llm.get_metrics(per_replica=per_replica)
 
     def generate(
         self,

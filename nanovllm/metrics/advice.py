@@ -32,11 +32,14 @@ FAST_BACKENDS = ("paged", "flash", "flash3")
 
 
 class Advice:
-    """Looks at each decision of one engine, and warns. Cost: some 0.3 us while nobody waits too long."""
+    """Looks at each decision of one engine, and warns. Cost: some 0.3 us while nobody waits too long.
+
+    ``options``: whether to warn of options that are slow, which is for one of several replicas to do.
+    """
 
     def __init__(
         self, scheduler: Scheduler, config: EngineConfig, facts: Plan, *,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.perf_counter, options: bool = True,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._config = config
@@ -45,7 +48,7 @@ class Advice:
         self._most_running = scheduler.max_running
         self._preemptions = 0  # as of the last line
         self._look_at_cache = self._look_at_queue = -math.inf  # not before
-        for line in slow_paths(config, facts):
+        for line in slow_paths(config, facts) if options else ():
             logger.warning("%s", line)
 
     def look(self, output: SchedulerOutput) -> None:

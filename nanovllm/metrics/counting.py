@@ -17,6 +17,7 @@ import torch
 from nanovllm.build import Plan
 from nanovllm.config import EngineConfig
 from nanovllm.metrics.advice import Advice
+from nanovllm.metrics.exchange import tell
 from nanovllm.metrics.figures import BOUNDS, METRICS, PREFIX, Buckets, Counter, Gauge, Histogram, Metric
 from nanovllm.observer import StepTimes
 from nanovllm.request import Request
@@ -36,11 +37,11 @@ class Metrics:
     run the time to make a list of them.
     """
 
-    def __init__(self, scheduler: Scheduler, config: EngineConfig, facts: Plan) -> None:
-        self.labels = {"model_name": config.model, "engine": "0"}
+    def __init__(self, scheduler: Scheduler, config: EngineConfig, facts: Plan, replica: int = 0) -> None:
+        self.labels = {"model_name": config.model, "engine": str(replica)}
         self._scheduler = scheduler
-        self._device = facts.device
-        self._advice = Advice(scheduler, config, facts)
+        self._device = _one_device(facts.device)
+        self._advice = Advice(scheduler, config, facts, options=replica == 0)
         self._cache_info = {
             "block_size": str(facts.block_size),
             "num_gpu_blocks": str(scheduler.blocks.num_blocks),
@@ -136,8 +137,12 @@ class Metrics:
         self._paused.clear()
         self._drew = []
 
-    def read(self) -> list[Metric]:
-        """Return everything as it is now, in the order of ``figures.METRICS``."""
+    def tell(self) -> list[Any]:
+        """Return what ``read`` does, as JSON can hold it: for another process."""
+        return tell(self.read())
+
+    def read(self, *, per_replica: bool = False) -> list[Metric]:
+        """Return everything as it is now, in the order of ``figures.METRICS``. This is one engine, however one asks."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         speeds, memory = self._speeds(), _memory_bytes(self._device)
         held = sum(map(len, list(scheduler.held.values())))
@@ -215,6 +220,12 @@ class Metrics:
         return {
             kind: sum(entry[place] for entry in recent) / seconds for place, kind in ((1, "prompt"), (2, "generation"))
         }
+
+
+def _one_device(device: torch.device) -> torch.device:
+    """Return the device that this thread means: which one is the current one is for each thread to say."""
+    found = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if found else device
 
 
 def _memory_bytes(device: torch.device) -> dict[str, int]:

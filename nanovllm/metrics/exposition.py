@@ -14,15 +14,17 @@ from nanovllm.metrics.figures import METRICS, PREFIX, VLLM_PREFIX, Counter, Gaug
 class Source(Protocol):
     """Something that counts: an ``LLM`` or an ``AsyncLLM``."""
 
-    def get_metrics(self) -> Sequence[Metric]:
-        """Return everything as it is now."""
+    def get_metrics(self, *, per_replica: bool = False) -> Sequence[Metric]:
+        """Return everything as it is now, the figures of one name one after the other."""
 
 
 def exposition(llm: Source, *, vllm_names: bool = False) -> str:
     """Return the metrics in Prometheus's text format, ready to be served at ``/metrics``.
 
     ``vllm_names``: those that vLLM has too are called ``vllm:...``, so that dashboards made for it work; the others
-    keep their names. Raises ConfigError if the engine keeps no metrics, or prometheus-client is not installed.
+    keep their names. With ``data_parallel_size`` each replica has its series, by the label ``engine``, and there is
+    none of their sum: whoever adds up series would count everything twice. Raises ConfigError if the engine keeps no
+    metrics, or prometheus-client is not installed.
     """
     client = prometheus_client()
     registry = client.CollectorRegistry(auto_describe=False)
@@ -45,7 +47,7 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Yield one family for each name."""
-        for name, figures in groupby(self._llm.get_metrics(), key=lambda figure: figure.name):
+        for name, figures in groupby(self._llm.get_metrics(per_replica=True), key=lambda figure: figure.name):
             yield self._family(name.removeprefix(PREFIX), list(figures))
 
     def _family(self, name: str, figures: Sequence[Metric]) -> Any:

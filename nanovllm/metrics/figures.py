@@ -4,7 +4,7 @@ The kinds are vLLM's (``vllm.v1.metrics.reader``). Names that vLLM has too mean 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -129,5 +129,9 @@ class Buckets:
     def read(self, name: str, labels: dict[str, str]) -> Histogram:
         """Return it as it is now."""
         counts = list(accumulate(self.counts))
-        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        return Histogram(name, labels, counts[-1], self.sum, dict(zip(bounds, counts, strict=True)))
+        return Histogram(name, labels, counts[-1], self.sum, dict(zip(bound_names(self.bounds), counts, strict=True)))
+
+
+def bound_names(bounds: Iterable[float]) -> list[str]:
+    """Return upper bounds as buckets name them."""
+    return [*(str(float(bound)) for bound in bounds), "+Inf"]

@@ -22,4 +22,5 @@ replica is a process like a rank, which builds a whole engine and is sent reques
              Balancer                    where each one goes                                         ``balance``
              Line  -- requests -->       a process with an engine                                    ``replica``
                    <-- outputs --        as arrays and JSON, no pickle                               ``wire``
+             Line  <-- metrics --        what it has counted, when somebody asks                     ``fleet``
 """

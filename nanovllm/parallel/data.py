@@ -94,7 +94,8 @@ class Desk:
         self.work[replica].prompt_tokens += len(tokens)
         params = write_params(replace(first.params, seed=first.seed))
         about = {"priority": first.priority, "cache_salt": salt, "stream": first.stream}
-        asked = {"key": first.arrival, "tokens": len(tokens), "params": params, "about": about}
+        came = [first.metrics.queued_ts, first.metrics.arrival_time]
+        asked = {"key": first.arrival, "tokens": len(tokens), "params": params, "about": about, "came": came}
         self._fleet.send(replica, {"add": asked}, tokens)
         logger.debug("request %s: %d tokens to replica %d of queues %s", first.request_id, cost, replica,
                      self.balancer.queued)  # fmt: skip
@@ -136,6 +137,10 @@ class Replicas(LLMEngine):
     def work(self) -> list[Work]:
         """What each replica has been given and has done, as values."""
         return [replace(work) for work in self.desk.work]
+
+    def told(self) -> list[Any]:
+        """Return what each replica says that it has counted. Any thread may ask; raises EngineError if one is lost."""
+        return self._fleet.ask_metrics()
 
     def add_request(self, *args: Any, **options: Any) -> Request:
         """See ``LLMEngine``. Raises EngineError if the engine is lost."""

@@ -5,15 +5,18 @@ others would be slower without a word: the caller gets one EngineError, and make
 """
 
 import json
+import logging
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from multiprocessing.connection import wait
+from itertools import count
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -22,14 +25,20 @@ from nanovllm import errors
 from nanovllm.build import cache_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.interrupts import HeldBack
 from nanovllm.parallel.guard import PERIOD, VERDICT_SECONDS, Guard, Worker
 from nanovllm.parallel.rank import Rank
 from nanovllm.parallel.wire import Line, Parts
+
+logger = logging.getLogger(__name__)
 
 REPLICA = "nanovllm.parallel.replica"
 
 END_SECONDS = 5.0
 """For replicas to end by themselves: each ends its own ranks first."""
+
+WRITE_SECONDS = 60.0
+"""The same where each writes down what it has recorded, which takes seconds if it is much."""
 
 
 class Fleet:
@@ -50,10 +59,17 @@ class Fleet:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # of the replicas' own temporary files
         self._workers: list[Worker] = []
         self._lines: list[Line] = []
+        self._questions: list[Line] = []  # for what is answered in the middle of a step; who asks holds the lock
+        self._asking = threading.RLock()  # a signal may close the engine of the thread that asks
+        self._numbers = count()
+        self._records = False
         self._guard = Guard(self._workers)
         try:
             for place in range(self.size):
-                self._workers.append(Worker(f"replica {place}", REPLICA))
+                ours, its = socket.socketpair()
+                with ours, its:
+                    self._workers.append(Worker(f"replica {place}", REPLICA, its))
+                    self._questions.append(Line(Connection(ours.detach())))
             self._guard.start()
             for place, worker in enumerate(self._workers):
                 with suppress(OSError):  # that it is gone is said by ``ask``
@@ -64,11 +80,12 @@ class Fleet:
         except BaseException:
             self.close()
             raise
+        self._records = config.trace is not None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def check(self) -> None:
         """Raise EngineError if the fleet is lost."""
-        if self._guard.failed.is_set() or self._closed:
+        if self._guard.failed.is_set() or self._closed or self._reason is not None:
             raise self._lost()
 
     def send(self, place: int, text: Mapping[str, Any], integers: Iterable[int] = ()) -> None:
@@ -100,6 +117,47 @@ class Fleet:
                 _raise_if_refused(parts)
         return [answers[place] for place in range(self.size)]
 
+    def ask_metrics(self) -> list[Any]:
+        """Return what each replica says that it has counted. Any thread may ask, and one at a time does.
+
+        Steps go on meanwhile, here and there: questions and answers have connections of their own, so that whoever
+        reads outputs reads nothing else.
+        """
+        with HeldBack() as ctrl_c, self._asking:
+            self.check()
+            number, answers = next(self._numbers), dict[int, Mapping[str, Any]]()
+            for line in self._questions:
+                with suppress(EOFError):  # that it is gone is said below
+                    line.send({"ask": number})
+            while len(answers) < self.size:
+                ctrl_c.check()
+                self.check()
+                answers |= self._answers(number, [place for place in range(self.size) if place not in answers])
+        told = [answers[place] for place in range(self.size)]
+        for place, answer in enumerate(told):
+            if "failed" in answer:
+                raise EngineError(f"replica {place} could not say what it has counted: {answer['failed']}.")
+        return [answer.get("metrics") for answer in told]
+
+    def _answers(self, number: int, places: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """Wait a moment; return what has been answered. Answers to a question that was given up are dropped."""
+        lines = {self._questions[place].channel: place for place in places}
+        try:
+            ready = set(wait(list(lines), PERIOD))
+            places = [place for channel, place in lines.items() if channel in ready]
+            texts = {place: self._questions[place].receive().text for place in places}
+            if not all("ask" in text for text in texts.values()):
+                raise EngineError(f"replicas answer {texts}, and to no question; they do not run the same code.")
+        except (EOFError, OSError) as error:
+            if not self._closed:
+                self._guard.failed.wait(VERDICT_SECONDS)
+                self._reason = self._guard.reason or "a replica closed its connection"
+            raise self._lost() from error
+        except EngineError as error:
+            self._reason = str(error)  # whoever steps next, or closes, ends them all
+            raise
+        return {place: text for place, text in texts.items() if text["ask"] == number}
+
     def close(self) -> None:
         """End all processes and give back what they held. A second call does nothing."""
         with self._lock:
@@ -108,17 +166,22 @@ class Fleet:
             return
         if self._guard.is_alive():
             self._guard.stop()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + (WRITE_SECONDS if self._records else END_SECONDS)
         for worker in self._workers:
             worker.channel.close()
         for worker in self._workers:
             worker.end(deadline, at_once=False)
+            if self._records and worker.process.returncode:
+                logger.error("%s did not end by itself: what it recorded is lost", worker.name)
+        with self._asking:  # the other ends are gone, so whoever asks is told
+            for line in self._questions:
+                line.channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def lose(self, reason: str) -> None:
         """End all processes because of something that the guard may not see."""
         if not self._closed:
-            self._reason = self._guard.reason or reason
+            self._reason = self._guard.reason or self._reason or reason
         self.close()
 
     def _lost(self) -> EngineError:
@@ -136,7 +199,8 @@ class Fleet:
         if facts.device.type == "cpu" and config.num_gpu_blocks_override is config.kv_cache_memory_bytes is None:
             options = replace(options, num_gpu_blocks_override=_share(config, facts))
         threads = max(1, torch.get_num_threads() // self.size)
-        return {"options": asdict(options), "threads": threads, "device": first, "folder": self._folder}
+        about = {"threads": threads, "device": first, "folder": self._folder, "replica": place}
+        return {"options": asdict(options), **about}
 
 
 def first_devices(device: torch.device, size: int, ranks: int) -> list[int] | list[None]:

@@ -34,15 +34,15 @@ START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import
 
 class Worker:
     """A process that runs ``main`` of a module, the channel on which it is told what to do, and the connection on
-    which it says that it lives. ``name`` is what errors call it.
+    which it says that it lives. ``name`` is what errors call it; ``more`` are sockets that it inherits behind these.
     """
 
-    def __init__(self, name: str, module: str) -> None:
+    def __init__(self, name: str, module: str, *more: socket.socket) -> None:
         self.name = name
         channel, its_channel = socket.socketpair()
         self.life, its_life = socket.socketpair()
         with channel, its_channel, its_life:
-            inherited = (its_channel.fileno(), its_life.fileno())
+            inherited = tuple(each.fileno() for each in (its_channel, its_life, *more))
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START.format(module), json.dumps(sys.path), *map(str, inherited)],
                 pass_fds=inherited, stdin=subprocess.DEVNULL, start_new_session=True,

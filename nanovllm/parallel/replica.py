@@ -3,12 +3,16 @@
     the user's process                      replica
     add, abort, reset     -- channel -->    a thread takes them, the loop obeys them between two steps
     outputs               <-- channel --    what a step gave out; what was asked for
+    ask                   -- questions -->  a thread says at once, also in the middle of a step,
+    metrics               <-- questions --  what has been counted
 
-The thread takes whatever comes at once, so that neither end waits for one that waits for it. torch is imported late:
-the thread that ends this process with its parent comes first.
+The first thread takes whatever comes at once, so that neither end waits for one that waits for it. torch is imported
+late: the thread that ends this process with its parent comes first.
 """
 
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +26,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.messages import read_params
 from nanovllm.parallel.wire import Line, Parts, Sheet
 from nanovllm.parallel.worker import Life, run
+
+logger = logging.getLogger(__name__)
 
 ABORTS_SECONDS = 0.002
 """How long an abort lets the next step wait: many come one after the other, each when the last one is answered."""
@@ -37,7 +43,9 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     import torch
 
     from nanovllm.build import build
+    from nanovllm.checkpoint import find
     from nanovllm.config import EngineConfig, configure_logging
+    from nanovllm.llm import TRACE, counter
 
     life.begin_to_answer()
     configure_logging()
@@ -49,18 +57,42 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     if config.tensor_parallel_size > 1:  # what its ranks meet through goes with the parent, whatever happens to us
         tempfile.tempdir = hello["folder"]
     try:
+        trace = None if config.trace is None else find(TRACE)(config, hello["replica"])
         built = build(config)
     except NanoError as error:  # the parent raises it for us, and ends us
         line.send({"refused": [type(error).__name__, str(error), error.parameter]})
         line.receive()
         raise
     tempfile.tempdir = None
+    metrics = counter(config, built, hello["replica"])
+    if trace is not None:
+        trace.begin(built.engine, built, config)
+    questions = Line(Connection(int(sys.argv[4])))
+    Thread(target=answer, args=(questions, metrics, life), name="nanovllm-answers", daemon=True).start()
     try:
         line.send({"num_blocks": built.engine.scheduler.blocks.num_blocks})
         Server(line, built.engine).run()
     finally:
+        built.engine.close()
         built.close()
     os._exit(0)
+
+
+def answer(questions: Line, metrics: Any, life: Life) -> None:
+    """Say what has been counted whenever somebody asks, until the line ends. If it cannot, the process ends."""
+    try:
+        while True:
+            number = questions.receive().text["ask"]
+            try:
+                told = {"metrics": metrics.tell()}
+            except Exception as error:  # the other end waits for an answer, and raises it
+                logger.exception("what has been counted cannot be said")
+                told = {"failed": f"{type(error).__name__}: {error}"}
+            questions.send({"ask": number, **told})
+    except EOFError:
+        return
+    except BaseException as error:  # noqa: BLE001  whoever asks would wait for ever
+        life.fail(error)
 
 
 class Server:
@@ -124,6 +156,8 @@ class Server:
         except RequestError as error:  # the other end would not have sent it: a grammar that compiled there in time
             self._line.send({"refuse": asked["key"], "why": str(error)})
         else:
+            for sample in self._engine._requests[request.request_id]:  # it waits since then, and not since now
+                sample.metrics.queued_ts, sample.metrics.arrival_time = asked["came"]
             if request.prompt_logprobs is not None:
                 self._prompt_rows[request.request_id] = len(request.prompt_logprobs)
 

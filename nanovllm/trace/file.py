@@ -16,14 +16,32 @@ from nanovllm.errors import ConfigError
 from nanovllm.trace.live import Live
 from nanovllm.trace.perfetto import MARK, chrome_trace
 from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.recording import Recording, dump, replace
+from nanovllm.trace.recording import PAGE, PLAIN, Recording, dump, of_replica, replace
 
 logger = logging.getLogger(__name__)
 
-PAGE, PLAIN = ".html", ".recording.json"
-
 RENDER = "nanovllm.trace.page"
 """What makes a page of a recording; it is imported when there is one to make."""
+
+
+def open_trace(config: EngineConfig, replica: int | None = None) -> "TraceFile | None":
+    """Return what records the engine of ``config``, or the ``replica`` of another engine that it is.
+
+    With ``data_parallel_size`` above 1: None, once it is known that all can be written, for each replica records itself
+    in its own process. Raises ConfigError as ``TraceFile`` does.
+    """
+    size, path = config.data_parallel_size, config.trace
+    if size == 1:
+        return TraceFile(path if path is None or replica is None else of_replica(path, replica), config.live)
+    if config.live is not None:
+        raise ConfigError(
+            f"live needs data_parallel_size=1, not {size}: its page shows the steps of one engine, and each replica "
+            "computes its own in another process. Take trace=, which writes a page for each replica, or get_metrics().",
+            parameter="live", value=config.live,
+        )  # fmt: skip
+    for place in range(size if path is not None else 0):
+        TraceFile(of_replica(str(path), place))
+    return None
 
 
 class TraceFile:

@@ -72,6 +72,9 @@ NO_DRAW, DROPPED = -1, -2
 
 Recording = dict[str, Any]
 
+PAGE, PLAIN = ".html", ".recording.json"
+"""How the files end that hold a recording."""
+
 EMBEDDED = re.compile(r'<script type="application/json" id="recording">(.*?)</script>', re.DOTALL)
 """Where a page holds its recording; "<" in it is written as an escape of JSON, so nothing in a text ends it early."""
 
@@ -114,6 +117,16 @@ def check(found: Any, path: str = "recording") -> Recording:
             _refuse(path, f"is a recording whose {name!r} is {shown(found.get(name))[:80]}", "Record again")
     recording: Recording = found
     return recording
+
+
+def of_replica(path: str, replica: int) -> str:
+    """Return where a replica writes: ``run.replica-0.html`` for ``run.html``. A path that is none stays as it is."""
+    target = Path(path)
+    for ending in (PAGE, PLAIN):
+        stem = target.name.removesuffix(ending)
+        if stem and stem != target.name:
+            return str(target.with_name(f"{stem}.replica-{replica}{ending}"))
+    return path
 
 
 def dump(recording: Recording) -> str:

@@ -108,3 +108,19 @@ def test_the_cache_is_sized_by_all_ranks(model):
     with LLM(model, tensor_parallel_size=2, **options) as llm:
         assert llm.llm_engine.scheduler.blocks.num_blocks > 100
         assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
+
+
+def test_each_replica_says_the_memory_of_its_own_device(model):
+    """Answers come from a thread that has chosen no device."""
+    with LLM(model, data_parallel_size=2, **OPTIONS) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        figures = llm.get_metrics(per_replica=True)
+        found = {
+            (figure.labels["engine"], figure.labels["kind"]): figure.value
+            for figure in figures if figure.name == "nanovllm:device_memory_bytes"
+        }  # fmt: skip
+        assert set(found) == {(engine, kind) for engine in "01" for kind in ("allocated", "reserved", "free")}
+        assert all(found[engine, "reserved"] >= found[engine, "allocated"] > 10**6 for engine in "01")
+        assert found["0", "allocated"] == pytest.approx(found["1", "allocated"], rel=0.1)
+        drawn = sum(each.value for each in llm.get_metrics() if each.name == "nanovllm:generation_tokens")
+        assert drawn == GREEDY.max_tokens * len(PROMPTS)

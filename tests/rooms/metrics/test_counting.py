@@ -314,7 +314,7 @@ def test_switched_off_nothing_is_counted_and_asking_says_so(open_llm):
 
 
 def test_without_the_room_the_engine_runs_and_asking_says_so(open_llm, monkeypatch):
-    monkeypatch.setattr(facade, "METRICS", "nanovllm.nowhere:Metrics")
+    monkeypatch.setattr(facade, "METRICS", "nanovllm.nowhere:attach")
     llm = open_llm()
     assert len(llm.generate([[1]], SamplingParams(max_tokens=2), use_tqdm=False)[0].token_ids) == 2
     with pytest.raises(ConfigError, match="the folder nanovllm/metrics there"):

@@ -85,8 +85,8 @@ def test_a_label_may_hold_any_text(busy):
         figure.labels["model_name"] = 'a "b"\\c\nd'
 
     class Source:
-        def get_metrics(self):
-            figures = busy.get_metrics()
+        def get_metrics(self, *, per_replica=False):
+            figures = busy.get_metrics(per_replica=per_replica)
             for figure in figures:
                 figure.labels["model_name"] = 'a "b"\\c\nd'
             return figures

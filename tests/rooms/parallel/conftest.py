@@ -125,7 +125,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 FAULT = """
 import sys
-if sys.argv[0] == "-c" and len(sys.argv) == 4:
+if sys.argv[0] == "-c" and len(sys.argv) >= 4:
     import nanovllm.model_runner, nanovllm.loader, os
     def planted(plain, after):
         count = iter(range(1, 10**9))

@@ -89,6 +89,8 @@ def test_replicas_with_ranks_and_the_loss_of_one_rank(open_llm, open_replicas, t
     llm = open_replicas("llama", 2, tensor_parallel_size=2)
     assert [output.token_ids for output in llm.generate(MANY, SHORT, use_tqdm=False)] == expected
     assert all(work.requests for work in llm.llm_engine.work)
+    drawn = [each for each in llm.get_metrics() if each.name == "nanovllm:generation_tokens"]
+    assert [each.value for each in drawn] == [4 * len(MANY)], "ranks of a replica count once"
     replicas, ranks = pids(llm)
     assert len(replicas) == len(ranks) == 2
     samples = lose(llm, lambda: os.kill(ranks[1], signal.SIGKILL), r"replica 1 failed with .*rank 1 died \(status -9\)")
