@@ -1,5 +1,5 @@
 # make demo   a real model answers (the first time: installs, and fetches 98 MB)
-# make test   the whole test suite
+# make test   the whole test suite, a process for each core but at most four (TEST_JOBS); each computes on one thread
 # make lint   formatting, lint, types
 # make browser     installs Chromium where it can, for the tests of the trace's page; they are skipped without it
 # make page        builds that page from web/ (needs npm); page-check holds the committed one to be what web/ builds
@@ -20,8 +20,10 @@ demo: $(VENV)/.installed
 	    "The capital of France is" "def fibonacci(n):" "Once upon a time, there was a little girl named"
 	$(BIN)/nanovllm generate --temperature 0 --max-tokens 96 --chat "What is gravity?"
 
+# worksteal: each process begins with a part of the list, so a file's tests, which share models, stay together.
+TEST_JOBS ?= logical --maxprocesses 4
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""What every test shares: seeds, poison, the interpreter for kernels, shape checks, and the real models."""
+"""What every test shares: one thread, seeds, poison, the interpreter for kernels, shape checks, and the real models."""
 
 import hashlib
 import importlib.util
@@ -6,13 +6,19 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+# Before torch is first imported, and for the processes that tests start: tensors are small here, so a second thread
+# is slower where a core is free for it and far slower where none is. `make test` runs a process for each core instead.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 if importlib.util.find_spec("torch"):
     import torch
 
+    torch.set_num_threads(1)  # whoever imported it first
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported: kernels run on the CPU
 
@@ -50,6 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A test may set more threads; the next one has one again."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

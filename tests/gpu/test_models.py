@@ -61,15 +61,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    """Models this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No poison: transformers is run here too, and thousands of small calls."""

@@ -88,15 +88,6 @@ def reference_logits(reference: Any, token_ids: Sequence[int]) -> torch.Tensor:
     return reference(torch.tensor([list(token_ids)])).logits[0].float()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are slower on two threads than on one, and far slower when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """The functions above, for test files cannot import each other."""

@@ -105,17 +105,17 @@ def same_bits(out, expected, what):
 
 @pytest.mark.parametrize("processors", [1, 100_000])  # contexts stay whole, or every chunk is a program
 def test_cuts_and_company_change_no_bit(processors):
-    """One request of 300 tokens, 290 of them its prompt: in one span, token by token, cut anywhere, among others."""
-    contexts, prompts = [300, 40, 77], [290, 30, 77]
+    """One request of 300 tokens, 297 of them its prompt: in one span, token by token, cut anywhere, among others."""
+    contexts, prompts = [300, 40, 77], [297, 37, 77]
     queries, keys, values, tables = case(contexts)
     whole = attend(queries[:1], keys, values, tables[:1], [0], [300], prompts[:1])
-    for cut in (1, 63, 128, 289, 290, 291, 299):
+    for cut in (1, 63, 128, 296, 297, 298, 299) if DEVICE.type == "cuda" else (63, 296, 297, 298):
         first, second = (
             attend(queries[:1], keys, values, tables[:1], [start], [stop], prompts[:1], processors)
             for start, stop in ((0, cut), (cut, 300))
         )
         same_bits(torch.cat((first, second)), whole, cut)
-    for place in (0, 31, 288, 289, 290, 299):
+    for place in (0, 31, 295, 296, 297, 299):
         alone = attend(queries[:1], keys, values, tables[:1], [place], [place + 1], prompts[:1], processors)
         same_bits(alone[0], whole[place], place)
     together = attend(queries, keys, values, tables, [280, 0, 76], contexts, prompts, processors)

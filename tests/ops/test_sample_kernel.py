@@ -168,7 +168,7 @@ def plan(request, monkeypatch):
     monkeypatch.setattr(kernel, "MANY", request.param)
 
 
-@pytest.mark.parametrize("vocab", [1, 61, 1000, 5003])
+@pytest.mark.parametrize("vocab", [1, 61, 1000, 5003] if DEVICE == "cuda" else [1, 61, 5003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_filters_keep_what_the_reference_keeps(vocab, dtype, monkeypatch):
     monkeypatch.setattr(kernel, "FEW_ROWS", 0)

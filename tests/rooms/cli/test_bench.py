@@ -36,10 +36,6 @@ def tiny(monkeypatch):
     """A model, a roof and work so small that a row takes a moment."""
     monkeypatch.setitem(rows.SHAPES, "small", TINY)
     monkeypatch.setattr(timing, "measure_roof", lambda device, dtype: ROOF)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where other processes want the cores too
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -424,7 +420,7 @@ class LLM:
 
 
 def python(*arguments, **environment):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
@@ -482,7 +478,6 @@ def test_vllm_is_timed_beside_ours(comparison, tmp_path, monkeypatch, capsys):
 
 def test_ours_is_timed_by_the_command(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     module = importlib.import_module("comparison")
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     figure = module.time_ours(str(tmp_path), 0.01, "cpu", ["load_format=dummy"])

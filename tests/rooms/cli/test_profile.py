@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import nanovllm
 import nanovllm.cli.profile
@@ -32,10 +31,6 @@ TINY = rows.SMALL | {
 def tiny(monkeypatch):
     monkeypatch.setitem(rows.SHAPES, "small", TINY)
     monkeypatch.setattr(timing, "measure_roof", lambda device, dtype: Roof(1e9, 1e10))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def profiled(capsys, *arguments, status=0):

@@ -19,14 +19,6 @@ MODEL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))

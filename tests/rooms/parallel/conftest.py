@@ -57,15 +57,6 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on two threads than on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder for each model."""
@@ -154,10 +145,11 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 def children() -> set[int]:
     """Return the processes that this one has started, dead ones that nobody waits for too."""
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
-    return found
+    while True:
+        try:
+            return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended: its children are another's now
+            continue
 
 
 class Thread:

@@ -51,7 +51,6 @@ def lose(llm, act, reason):
 def test_a_rank_that_is_frozen(open_llm, traces, monkeypatch):
     """Its threads, and this process's, are its share."""
     monkeypatch.setattr(guard, "PATIENCE", 1.0)
-    before = torch.get_num_threads()
     torch.set_num_threads(3)
     llm = open_llm("llama", 2)
     assert torch.get_num_threads() == 1
@@ -59,7 +58,7 @@ def test_a_rank_that_is_frozen(open_llm, traces, monkeypatch):
     lose(llm, lambda: os.kill(worker.process.pid, signal.SIGSTOP), "rank 1 has not answered for 1 s")
     llm.close()
     assert torch.get_num_threads() == 3
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
     traces()
 
 

@@ -65,16 +65,27 @@ def finished(output):
 
 def test_a_replica_that_is_frozen(open_replicas, traces, monkeypatch):
     """What was done is kept. Before that, smaller priorities go first: replicas compute one request at a time."""
-    monkeypatch.setattr(guard, "PATIENCE", 1.0)
     options = dict(scheduling_policy="priority", max_num_seqs=1, enable_prefix_caching=False)
     llm = open_replicas("llama", 2, **options)
-    levels = [3] * 8 + [1] * 8
-    some = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    outputs = llm.generate(MANY[:16], some, priority=levels, use_tqdm=False)
-    firsts = [output.metrics.first_token_ts for output in outputs]
-    # each replica may have begun with the first that came
-    assert sorted(firsts[:8])[2] > max(firsts[8:])
-    frozen, _ = pids(llm)[0]
+    engine, replicas, places = llm.llm_engine, pids(llm)[0], []
+    place = engine.desk.balancer.place
+    monkeypatch.setattr(engine.desk.balancer, "place", lambda *of: places.append(place(*of)) or places[-1])
+    some = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for pid in replicas:  # until they have got all of it
+        os.kill(pid, signal.SIGSTOP)
+    for number in range(16):
+        engine.add_request(str(number), MANY[number], some, priority=3 if number < 8 else 1)
+    for pid in replicas:
+        os.kill(pid, signal.SIGCONT)
+    firsts = {}
+    while engine.has_unfinished_requests:
+        firsts |= {int(output.request_id): output.metrics.first_token_ts for output in engine.step()}
+    for replica in (0, 1):
+        own = [firsts[number] for number in range(16) if places[number] == replica]
+        # each may have begun with the first that came
+        assert len(own) == 8 and sorted(own[:4])[1] > max(own[4:])
+    monkeypatch.setattr(guard, "PATIENCE", 1.0)
+    frozen = replicas[0]
     samples = lose(llm, lambda: os.kill(frozen, signal.SIGSTOP), "replica 0 has not answered for 1 s")
     assert {sample.finish_reason for sample in samples} == {"length", "error"}
     assert all(len(sample.token_ids) == (200 if sample.finish_reason == "length" else 0) for sample in samples[1:])

@@ -77,15 +77,6 @@ def llm(folder):
         yield llm
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are slower on two threads than on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def requests(*arguments):
     return [SimpleNamespace(args=each) for each in arguments]
 

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
@@ -21,17 +20,8 @@ SCHEMA = {
 }
 
 
-@pytest.fixture
-def one_thread():
-    """On a busy machine two threads are far slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
-def test_a_model_under_four_grammars_beside_a_free_request(smollm2_path: Path, one_thread: None) -> None:
+def test_a_model_under_four_grammars_beside_a_free_request(smollm2_path: Path) -> None:
     forms = [
         dict(json=SCHEMA, disable_any_whitespace=True),
         dict(regex=r"[A-Z][a-z]{2,8}, [0-9]{4}"),

@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm import LLM
@@ -177,15 +176,6 @@ class Run:
 def workload():
     """A random workload by its seed: test files cannot import each other."""
     return Run
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are slower on two threads than on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
