@@ -1,0 +1,183 @@
+"""What recording costs: microseconds that ``trace=`` adds to a step, and how long a viewer who comes late holds one up.
+
+    python3 bench/recording.py [--steps 300] [--rounds 7] [--batches 1 32 256]
+
+The engine runs over a runner that computes nothing, so that a step is scheduling, settling and recording alone. Two
+engines serve the same requests, all of which decode, one with the recorder and one without, in turns. "in it" is the time
+between the call of the recorder and its return, median of the rounds; of steps, medians of the rounds and the slowest
+hundredth are compared. Then a runner that waits two milliseconds a step, as for
+a device, while a program of its own comes to watch: the slowest step before it came and while it was sent what had
+been recorded. The last line is JSON.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, cast
+
+from nanovllm import SamplingParams
+from nanovllm.admission import Limits
+from nanovllm.block_manager import BlockManager
+from nanovllm.engine import LLMEngine
+from nanovllm.observer import Observer
+from nanovllm.request import Sampled
+from nanovllm.scheduler import Scheduler
+from nanovllm.trace.live import Live
+from nanovllm.trace.recorder import Recorder
+
+BLOCK_SIZE, PROMPT, VOCAB = 16, 100, 150_000
+PLENTY = 2**40
+DEVICE_SECONDS = 0.002
+
+VIEWER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as link:
+    link.sendall(f"GET /events HTTP/1.0\\r\\nHost: 127.0.0.1:{sys.argv[1]}\\r\\n\\r\\n".encode())
+    while sent := link.recv(2**20):
+        print(len(sent), flush=True)
+"""
+
+
+class Idle:
+    """A runner that draws some token everywhere, after ``seconds``."""
+
+    lookahead = 0
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds, self._drawn = seconds, 0
+
+    def submit(self, output: Any) -> Any:
+        self._drawn = (self._drawn * 1103515245 + 12345) % VOCAB
+        sampled = Sampled(self._drawn)
+        if self._seconds:
+            time.sleep(self._seconds)
+        return lambda: [sampled if span.samples else None for span in output.spans]
+
+
+class Timed:
+    """An observer that takes the time of another one."""
+
+    def __init__(self, observer: Any) -> None:
+        self._observer, self.seconds = observer, 0.0
+
+    def __getattr__(self, event: str) -> Any:
+        def call(*facts: Any) -> None:
+            began = time.perf_counter()
+            getattr(self._observer, event)(*facts)
+            self.seconds += time.perf_counter() - began
+
+        return call
+
+
+def serving(batch: int, steps: int, seconds: float = 0.0) -> LLMEngine:
+    """An engine that is to serve ``batch`` requests for ``steps`` steps."""
+    blocks = BlockManager(batch * ((PROMPT + steps) // BLOCK_SIZE + 8), BLOCK_SIZE)
+    scheduler = Scheduler(blocks, max_num_seqs=batch, max_num_batched_tokens=PROMPT * batch)
+    return LLMEngine(scheduler, Idle(seconds), Limits(max_model_len=10**6, vocab_size=VOCAB))
+
+
+def record(engine: LLMEngine) -> Recorder:
+    return Recorder(engine, decode=str, max_bytes=PLENTY)
+
+
+def begin(engine: LLMEngine, batch: int, steps: int) -> None:
+    """Queue the requests, with prompts whose lengths differ so that they take blocks in different steps."""
+    for number in range(batch):
+        prompt = [(17 * number + 31 * place) % VOCAB for place in range(PROMPT - number % BLOCK_SIZE)]
+        engine.add_request(None, prompt, SamplingParams(max_tokens=steps))
+    for _ in range(3):
+        engine.step()
+
+
+def step_times(engine: LLMEngine, steps: int) -> list[float]:
+    """Microseconds of each of so many steps."""
+    took = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        engine.step()
+        took.append((time.perf_counter() - began) * 1e6)
+    return took
+
+
+def cost(batch: int, steps: int, rounds: int) -> dict[str, float]:
+    """What a recorder adds to a step."""
+    engines = {name: serving(batch, rounds * steps + 50) for name in ("without", "with")}
+    made = record(engines["with"])
+    timed = Timed(made)
+    engines["with"].observers.append(cast("Observer", timed))
+    for engine in engines.values():
+        begin(engine, batch, rounds * steps + 50)
+    took: dict[str, list[list[float]]] = {name: [] for name in engines}
+    inside = []
+    for _ in range(rounds):
+        timed.seconds = 0.0
+        for name, engine in engines.items():
+            took[name].append(step_times(engine, steps))
+        inside.append(timed.seconds / steps * 1e6)
+    without, recorded = (statistics.median(statistics.mean(each) for each in took[name]) for name in engines)
+    slow = [statistics.quantiles(sum(took[name], []), n=100)[98] for name in engines]
+    began = time.perf_counter()
+    made.close()
+    found = made.recording()
+    closing = (time.perf_counter() - began) * 1e3
+    assert found["dropped_steps"] == 0 and len(found["steps"][-1]["spans"]) == batch
+    return {
+        "without_us": without, "with_us": recorded, "inside_us": statistics.median(inside),
+        "slow_without_us": slow[0], "slow_with_us": slow[1], "close_ms": closing,
+    }  # fmt: skip
+
+
+def late_viewer(batch: int, steps: int) -> dict[str, float]:
+    """Milliseconds of the slowest of the steps before a viewer comes, and while it gets what there is."""
+    logging.disable()
+    engine, live = serving(batch, 3 * steps + 50, DEVICE_SECONDS), Live(0)
+    made = record(engine)
+    engine.observers.append(made)
+    live.begin(made)
+    begin(engine, batch, 3 * steps + 50)
+    before = step_times(engine, steps)
+    with subprocess.Popen([sys.executable, "-c", VIEWER, str(live.port)], stdout=subprocess.PIPE, text=True) as viewer:
+        assert viewer.stdout is not None
+        while_sent = step_times(engine, 2 * steps)
+        engine.close()
+        live.close()
+        sent = sum(map(int, viewer.stdout.read().split()))
+    return {
+        "before_median_ms": statistics.median(before) / 1e3, "before_most_ms": max(before) / 1e3,
+        "while_median_ms": statistics.median(while_sent) / 1e3, "while_most_ms": max(while_sent) / 1e3,
+        "sent_megabytes": sent / 1e6,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=300, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    options = parser.parse_args()
+    found: dict[str, Any] = {"bench": "recording", "python": sys.version.split()[0]}
+    row = "{:>8} {:>12} {:>10} {:>13} {:>17} {:>10}"
+    print(row.format("requests", "without, us", "with, us", "in it, us", "slowest 1 %, us", "close, ms"))
+    for batch in options.batches:
+        each = cost(batch, options.steps, options.rounds)
+        slow = f"{each['slow_without_us']:.0f} / {each['slow_with_us']:.0f}"
+        print(row.format(
+            batch, f"{each['without_us']:.1f}", f"{each['with_us']:.1f}", f"{each['inside_us']:.1f}", slow,
+            f"{each['close_ms']:.0f}",
+        ))  # fmt: skip
+        found[f"batch{batch}"] = {name: round(value, 2) for name, value in each.items()}
+    each = late_viewer(options.batches[-1], 2 * options.steps)
+    print(
+        f"a viewer comes late: steps of {each['before_median_ms']:.2f} ms, {each['before_most_ms']:.1f} at most; while it is "
+        f"sent {each['sent_megabytes']:.1f} MB {each['while_median_ms']:.2f}, {each['while_most_ms']:.1f} at most"
+    )
+    found["late_viewer"] = {name: round(value, 3) for name, value in each.items()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
