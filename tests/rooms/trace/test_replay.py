@@ -136,7 +136,9 @@ def test_a_full_recording_is_the_beginning_of_the_whole_one(workload, seed):
     most = len(whole["steps"]) // 2
     again = workload(seed, max_steps=most)
     cut = again.serve()
-    assert again.recorder._alive == again.recorder._tables == {} and not again.recorder._under_way
+    recorder = again.recorder
+    assert recorder._alive == recorder._ledger._tables == {} and not recorder._under_way and not recorder._run
+    assert recorder._last is None and not recorder._asked
     assert again.blocks.journal is None
     assert len(cut["steps"]) == most
     assert cut["dropped_steps"] == sum(bool(step["spans"]) for step in whole["steps"][most:])
