@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
@@ -29,7 +29,7 @@ from nanovllm.errors import EngineError
 from nanovllm.observer import Observer, StepTimes
 from nanovllm.request import Request
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import SchedulerOutput
+from nanovllm.scheduler import SchedulerOutput, Span
 from nanovllm.trace.ledger import Ledger
 from nanovllm.trace.recording import DROPPED, FORMAT, NO_DRAW, VERSION, Recording
 from nanovllm.trace.step import Run, Step, num_digits
@@ -57,10 +57,13 @@ SECONDS = 0.1
 
 @dataclass(slots=True)
 class Taken:
-    """A step that is decided, or settled and not yet written down."""
+    """A step that is decided, or settled and not yet written down.
+
+    It lets go of its decision once it is settled: thousands of spans that live on are work for the garbage collector.
+    """
 
     index: int
-    output: SchedulerOutput
+    output: SchedulerOutput | None
     requests: list[Request]
     places: list[int]
     """Of each span, as the two below."""
@@ -72,6 +75,8 @@ class Taken:
     goes_on: bool
     """Whether it is the step before, one token on."""
     times: list[int]
+    columns: tuple[list[int], list[int], list[bool]] = ([], [], [])
+    """Where spans start, stop, and whether they draw; of one that is settled and begins a run."""
     rest: dict[str, Any] = field(default_factory=dict)
     """As ``Step`` takes it."""
 
@@ -161,7 +166,7 @@ class Recorder(Observer):
             step = self._pop(output)
             if step is not None:
                 moments = (times.began, times.decided, times.submitted, times.awaited, times.computed, times.settled)
-                self._settle(step, [self._at(moment) for moment in moments])
+                self._settle(step, output, [self._at(moment) for moment in moments])
             elif self._full:  # a later one is settled, so those that are recorded and not settled never will be
                 while self._under_way:
                     self._fail(self._under_way.popleft(), INTERRUPTED)
@@ -308,7 +313,7 @@ class Recorder(Observer):
         requests, stops = [span.request for span in spans], [span.stop for span in spans]
         if last is not None and last.draws and requests == last.requests and sum(stops) == last.until + len(spans):
             until, reach = last.until + len(spans), last.reach + 1
-            taken = Taken(len(self.steps), output, requests, last.places, reach, until, True, True, times)
+            taken = Taken(len(self.steps), output, last.requests, last.places, reach, until, True, True, times)
         else:
             places, draws = [self._alive[request] for request in requests], all(span.samples for span in spans)
             reach = np.array(stops, np.int64)
@@ -335,15 +340,16 @@ class Recorder(Observer):
             self._fail(step, INTERRUPTED)
         return step
 
-    def _settle(self, step: Taken, times: list[int]) -> None:
+    def _settle(self, step: Taken, output: SchedulerOutput, times: list[int]) -> None:
         step.times, self._settled = times, step.index
         if self._full:  # else who has ended is told next, and this step has done it
             for request in step.requests:
                 if request.is_finished and request in self._alive:
                     self._ended_by.setdefault(request, step.index)
+        spans, step.output = output.spans, None
         if self._asked:
             top = {}
-            for span, place in zip(step.output.spans, step.places, strict=True):
+            for span, place in zip(spans, step.places, strict=True):
                 request = span.request
                 if request in self._asked and span.samples and span.stop < len(request.token_ids):
                     top[str(place)] = best(request, span.stop - len(request.prompt_token_ids))
@@ -351,19 +357,22 @@ class Recorder(Observer):
         run = self._run
         if run and not (step.goes_on and run[-1].index == step.index - 1):
             self._flush()
+        if not self._run:
+            step.columns = columns(spans)
         self._run.append(step)
         if len(self._run) == MOST_STEPS or times[-1] - self._written > SECONDS * 1e6:
             self._flush()
 
     def _fail(self, step: Taken, message: str) -> None:
+        assert step.output is not None, "a step that is settled has not failed"
         spans = step.output.spans
+        starts, stops, draws = columns(spans)
         if message not in (INTERRUPTED, UNSETTLED):  # of these nobody knows when it was
             step.times[3:] = [self._now()] * 3
             for span in spans:
                 if not span.request.is_finished:
                     self._ended_by.setdefault(span.request, step.index)
-        tokens = [DROPPED if span.samples else NO_DRAW for span in spans]
-        run = Run(step.places, [span.start for span in spans], [span.stop for span in spans], tokens)
+        run = Run(step.places, starts, stops, [DROPPED if drew else NO_DRAW for drew in draws])
         self._num_bytes += run.num_bytes
         self._write([Step(run, 0, step.times, **step.rest, failed=message)], step.index)
 
@@ -372,10 +381,9 @@ class Recorder(Observer):
         steps, self._run = self._run, []
         if steps:
             first, number = steps[0], len(steps)
-            spans, tokens = first.output.spans, list[int]()
-            starts, stops = [span.start for span in spans], [span.stop for span in spans]
-            for request, stop, span in zip(first.requests, stops, spans, strict=True):
-                drawn = request.token_ids[stop : stop + number] if span.samples else [NO_DRAW]
+            (starts, stops, draws), tokens = first.columns, list[int]()
+            for request, stop, draw in zip(first.requests, stops, draws, strict=True):
+                drawn = request.token_ids[stop : stop + number] if draw else [NO_DRAW]
                 tokens += drawn
                 if len(drawn) < number:
                     tokens += [DROPPED] * (number - len(drawn))
@@ -431,6 +439,11 @@ class Recorder(Observer):
             self._last = None
             for request in [each for each in self._alive if each not in self._ended_by]:
                 self._let_go(request)
+
+
+def columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[bool]]:
+    """Return where spans start, where they stop, and whether they draw."""
+    return [span.start for span in spans], [span.stop for span in spans], [span.samples for span in spans]
 
 
 def best(request: Request, place: int) -> list[list[int | float]]:
