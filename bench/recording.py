@@ -4,7 +4,8 @@
 
 The engine runs over a runner that computes nothing, so that a step is scheduling, settling and recording alone. Two
 engines serve the same requests, all of which decode, one with the recorder and one without, in turns; medians of single
-steps are compared, and the slowest hundredth. "in it" is the thread's processor time between the recorder's calls and
+steps are compared, and the slowest hundredth. In a last row requests end after 20 to 500 tokens and others take their
+places, so that one comes and goes in most steps. "in it" is the thread's processor time between the calls of the recorder
 their returns, as the median of steps and, since some steps do the work of many, as the mean.
 
 Then a runner that waits two milliseconds a step, as for a device, while a program of its own comes to watch: the
@@ -19,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, cast
 
 from nanovllm import SamplingParams
@@ -86,46 +89,59 @@ def record(engine: LLMEngine) -> Recorder:
     return Recorder(engine, decode=str, max_bytes=PLENTY)
 
 
+def add(engine: LLMEngine, number: int, length: int) -> None:
+    """Queue a request. Lengths of prompts differ, so that blocks are taken in different steps."""
+    prompt = [(17 * number + 31 * place) % VOCAB for place in range(PROMPT - number % BLOCK_SIZE)]
+    engine.add_request(None, prompt, SamplingParams(max_tokens=length))
+
+
 def begin(engine: LLMEngine, batch: int, steps: int) -> None:
-    """Queue the requests, with prompts whose lengths differ so that they take blocks in different steps."""
+    """Queue the requests, and let all of them begin."""
     for number in range(batch):
-        prompt = [(17 * number + 31 * place) % VOCAB for place in range(PROMPT - number % BLOCK_SIZE)]
-        engine.add_request(None, prompt, SamplingParams(max_tokens=steps))
+        add(engine, number, steps)
     for _ in range(3):
         engine.step()
 
 
-def step_times(engine: LLMEngine, steps: int) -> list[float]:
-    """Microseconds of each of so many steps."""
+def step_times(engine: LLMEngine, steps: int, others: Iterator[int] | None = None) -> list[float]:
+    """Microseconds of each of so many steps; ``others`` come for those that have ended, if any."""
     took = []
     for _ in range(steps):
+        while others is not None and len(engine._requests) < engine.scheduler.max_running:
+            number = next(others)
+            add(engine, number, 20 + 97 * number % 480)
         began = time.perf_counter()
         engine.step()
         took.append((time.perf_counter() - began) * 1e6)
     return took
 
 
-def cost(batch: int, steps: int, rounds: int) -> dict[str, float]:
-    """What a recorder adds to a step."""
-    engines = {name: serving(batch, rounds * steps + 50) for name in ("without", "with")}
+def cost(batch: int, steps: int, rounds: int, *, change: bool = False) -> dict[str, float]:
+    """What a recorder adds to a step; if requests ``change``, when some come and others go."""
+    engines = {name: serving(batch, 500 if change else rounds * steps + 50) for name in ("without", "with")}
+    others = {name: count() if change else None for name in engines}
     made = record(engines["with"])
     timed = Timed(made)
     engines["with"].observers.append(cast("Observer", timed))
-    for engine in engines.values():
-        begin(engine, batch, rounds * steps + 50)
+    for name, engine in engines.items():
+        if change:
+            step_times(engine, 500, others[name])
+        else:
+            begin(engine, batch, rounds * steps + 50)
     took: dict[str, list[float]] = {name: [] for name in engines}
     inside = []
     for _ in range(rounds):
-        took["without"] += step_times(engines["without"], steps)
+        took["without"] += step_times(engines["without"], steps, others["without"])
         for _ in range(steps):
             timed.took = 0.0
-            took["with"] += step_times(engines["with"], 1)
+            took["with"] += step_times(engines["with"], 1, others["with"])
             inside.append(timed.took)
     began = time.perf_counter()
     made.close()
     found = made.recording()
     closing = (time.perf_counter() - began) * 1e3
     assert found["dropped_steps"] == 0 and len(found["steps"][-1]["spans"]) == batch
+    assert change == (len(found["requests"]) > batch)
     return {
         **{f"{name}_us": statistics.median(each) for name, each in took.items()},
         **{f"slow_{name}_us": statistics.quantiles(each, n=100)[98] for name, each in took.items()},
@@ -164,12 +180,12 @@ def main() -> None:
     found: dict[str, Any] = {"bench": "recording", "python": sys.version.split()[0]}
     row = "{:>8} {:>12} {:>10} {:>12} {:>10} {:>17} {:>10}"
     print(row.format("requests", "without, us", "with, us", "in it, us", "mean, us", "slowest 1 %, us", "close, ms"))
-    for batch in options.batches:
-        each = cost(batch, options.steps, options.rounds)
+    for batch, change in [*((batch, False) for batch in options.batches), (options.batches[-1], True)]:
+        each = cost(batch, options.steps, options.rounds, change=change)
         slow = f"{each['slow_without_us']:.0f} / {each['slow_with_us']:.0f}"
         shown = [each[name] for name in ("without_us", "with_us", "inside_us", "inside_mean_us")]
         print(row.format(batch, *(f"{value:.1f}" for value in shown), slow, f"{each['close_ms']:.0f}"))
-        found[f"batch{batch}"] = {name: round(value, 2) for name, value in each.items()}
+        found[f"batch{batch}{'_changing' if change else ''}"] = {name: round(value, 2) for name, value in each.items()}
     tries = [late_viewer(options.batches[-1], 2 * options.steps) for _ in range(options.rounds)]
     each = min(tries, key=lambda one: one["while_most_ms"])
     print(

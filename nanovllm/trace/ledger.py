@@ -38,15 +38,17 @@ class Ledger:
         Between two readings a request's table grows, or goes, or comes: so its length tells what happened. Pins come
         before a decision, so that requests own the last of the events that a block has had, and those that are admitted
         together theirs in the order in which they run. Who waits has no blocks and costs nothing. If what ``likely``
-        ones have gained explains the journal, nobody else is looked at.
+        ones have gained and lost explains the journal, nobody else is looked at.
         """
         if not self._blocks.journal:
             return
         journal, tables = [(CODES[name], block) for name, block in self._blocks.journal], self._tables
         self._blocks.journal = []
-        changed, codes = list(likely), [code for code, _ in journal]
-        grown = sum(len(each.block_ids) - len(tables.get(each, ())) for each in changed)
-        if codes.count(FREE) or codes.count(TAKE) + codes.count(HOLD) != grown:
+        changed = [request for request in likely if request in places]
+        grown = [len(request.block_ids) - len(tables.get(request, ())) for request in changed]
+        codes = [code for code, _ in journal]
+        gains, losses = sum([each for each in grown if each > 0]), sum([each for each in grown if each < 0])
+        if codes.count(TAKE) + codes.count(HOLD) != gains or codes.count(FREE) != -losses:
             changed = [request for request, table in tables.items() if len(request.block_ids) != len(table)]
             changed.sort(key=places.__getitem__)
             changed += [each for each in self._scheduler.running if each not in tables and each in places]

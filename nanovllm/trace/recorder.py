@@ -66,10 +66,9 @@ class Taken:
     output: SchedulerOutput | None
     requests: list[Request]
     places: list[int]
-    """Of each span, as the two below."""
-    reach: Any
+    """Of each span."""
     until: int
-    """Where spans stop, as an array and in sum."""
+    """The sum of where spans stop."""
     draws: bool
     """Whether all spans draw a token."""
     goes_on: bool
@@ -79,6 +78,37 @@ class Taken:
     """Where spans start, stop, and whether they draw; of one that is settled and begins a run."""
     rest: dict[str, Any] = field(default_factory=dict)
     """As ``Step`` takes it."""
+
+
+class Due:
+    """Requests that decode, by the step in which they need the next block."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size, self._step = block_size, 0
+        self._phases: dict[Request, int] = {}
+        self._requests: list[dict[Request, None]] = [{} for _ in range(block_size)]
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._phases
+
+    def add(self, request: Request, stop: int) -> None:
+        """Add one that reaches ``stop`` in this step, and one token more in each to come."""
+        phase = self._phases[request] = (self._step + 1 - stop) % self._size
+        self._requests[phase][request] = None
+
+    def pop(self, request: Request) -> None:
+        """Forget one, if it is there."""
+        phase = self._phases.pop(request, None)
+        if phase is not None:
+            del self._requests[phase][request]
+
+    def now(self) -> list[Request]:
+        """Return those that begin a block in this step."""
+        return list(self._requests[self._step % self._size])
+
+    def tick(self) -> None:
+        """Go to the next step."""
+        self._step += 1
 
 
 class Recorder(Observer):
@@ -139,6 +169,10 @@ class Recorder(Observer):
         self._ended_by: dict[Request, int] = {}  # the step whose decision, settling or failure ends it
         self._decided_end: set[Request] = set()
         self._ledger = Ledger(self._scheduler)
+        self._due = Due(self._blocks.block_size)
+        self._span_bytes = 0.0
+        """Of a span as JSON, in the run that was measured last."""
+        self._measure_next = 0  # at which step the next one is
         self._num_bytes = 0
         self._full = self._closed = False
         self.dropped_steps = 0
@@ -184,7 +218,7 @@ class Recorder(Observer):
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
         with self._writing():
-            self._ledger.read(self._alive)
+            self._ledger.read(self._alive, (request,))
             self._flush()
             if request in self._alive and (not self._full or request in self._ended_by):
                 self._end(request)
@@ -281,9 +315,7 @@ class Recorder(Observer):
 
     def _decide(self, output: SchedulerOutput) -> None:
         last, step = self._last, self._take(output)
-        grown = step.reach % self._blocks.block_size == 1 % self._blocks.block_size
-        likely = [step.requests[place] for place in np.flatnonzero(grown).tolist()] if step.goes_on else ()
-        self._ledger.read(self._alive, likely)
+        self._ledger.read(self._alive, self._expected(step, output))
         if not (output.spans or output.preempted or output.finished):
             self._last = last
             return
@@ -310,16 +342,33 @@ class Recorder(Observer):
         But a decision may have been taken back and made again: then together they do not reach as far.
         """
         spans, last, times = output.spans, self._last, [self._now()] * 6
-        requests, stops = [span.request for span in spans], [span.stop for span in spans]
-        if last is not None and last.draws and requests == last.requests and sum(stops) == last.until + len(spans):
-            until, reach = last.until + len(spans), last.reach + 1
-            taken = Taken(len(self.steps), output, last.requests, last.places, reach, until, True, True, times)
+        requests, until = [span.request for span in spans], sum([span.stop for span in spans])
+        same = last is not None and requests == last.requests
+        if last is not None and same and last.draws and until == last.until + len(spans):
+            taken = Taken(len(self.steps), output, last.requests, last.places, until, True, True, times)
         else:
-            places, draws = [self._alive[request] for request in requests], all(span.samples for span in spans)
-            reach = np.array(stops, np.int64)
-            taken = Taken(len(self.steps), output, requests, places, reach, sum(stops), draws, False, times)
+            places, draws = [self._alive[request] for request in requests], all([span.samples for span in spans])
+            taken = Taken(len(self.steps), output, requests, places, until, draws, False, times)
         self._last = taken
         return taken
+
+    def _expected(self, step: Taken, output: SchedulerOutput) -> list[Request]:
+        """Return whose blocks this decision has probably changed.
+
+        A request that decodes needs a block in every ``block_size``-th step, so all that do are kept by the step in
+        which they do. Whether these explain what happened is the ledger's to find out.
+        """
+        gone = sorted(output.preempted + output.finished, key=self._alive.__getitem__)
+        for request in gone:
+            self._due.pop(request)
+        new = [] if step.goes_on else [span for span in output.spans if span.request not in self._due]
+        likely = gone + self._due.now() + [span.request for span in new]
+        for span in new:
+            if span.samples:
+                self._due.add(span.request, span.stop)
+        if output.spans:
+            self._due.tick()
+        return likely
 
     def _reason(self, output: SchedulerOutput) -> str | None:
         """Return why the head of the queue was not admitted."""
@@ -373,28 +422,37 @@ class Recorder(Observer):
                 if not span.request.is_finished:
                     self._ended_by.setdefault(span.request, step.index)
         run = Run(step.places, starts, stops, [DROPPED if drew else NO_DRAW for drew in draws])
-        self._num_bytes += run.num_bytes
         self._write([Step(run, 0, step.times, **step.rest, failed=message)], step.index)
+        self._due = Due(self._blocks.block_size)  # who computes it again is a step late
 
     def _flush(self) -> None:
         """Write down the steps that are settled, with what they drew: a token that is not known now never will be."""
         steps, self._run = self._run, []
         if steps:
             first, number = steps[0], len(steps)
-            (starts, stops, draws), tokens = first.columns, list[int]()
-            for request, stop, draw in zip(first.requests, stops, draws, strict=True):
-                drawn = request.token_ids[stop : stop + number] if draw else [NO_DRAW]
-                tokens += drawn
-                if len(drawn) < number:
-                    tokens += [DROPPED] * (number - len(drawn))
+            starts, stops, draws = first.columns
+            if number == 1:
+                tokens = [
+                    NO_DRAW if not draw
+                    else known[stop] if stop < len(known := request.token_ids)
+                    else DROPPED for request, stop, draw in zip(first.requests, stops, draws, strict=True)
+                ]  # fmt: skip
+            else:
+                tokens = []
+                for request, stop in zip(first.requests, stops, strict=True):
+                    drawn = request.token_ids[stop : stop + number]
+                    tokens += drawn if len(drawn) == number else drawn + [DROPPED] * (number - len(drawn))
             run = Run(first.places, starts, stops, tokens, number)
-            self._num_bytes += run.num_bytes
             self._write([Step(run, place, step.times, **step.rest) for place, step in enumerate(steps)], first.index)
             self._written = steps[-1].times[-1]
 
     def _write(self, steps: list[Step], index: int) -> None:
         self.steps[index : index + len(steps)] = steps
-        self._num_bytes += sum(step.num_bytes for step in steps)
+        run = steps[0].run
+        num_spans = run.num_spans * run.num_steps
+        if num_spans and index >= self._measure_next:
+            self._span_bytes, self._measure_next = run.num_bytes / num_spans, index + MOST_STEPS
+        self._num_bytes += round(self._span_bytes * num_spans) + sum(step.num_bytes for step in steps)
 
     def _change(self, place: int, **facts: Any) -> None:
         self.requests[place] = {**self.requests[place], **facts}
@@ -421,6 +479,7 @@ class Recorder(Observer):
         self._change(self._alive.pop(request), cached=request.num_cached_tokens, text=text, **facts)
         self._num_bytes += len(text)
         self._held.pop(request, None)
+        self._due.pop(request)
         self._asked.discard(request)
 
     def _fill(self) -> None:

@@ -62,13 +62,13 @@ class Run:
 class Step:
     """One step of a recording, number ``number`` of its run. ``top`` and ``failed`` as in the format, or None."""
 
-    __slots__ = ("_blocks", "_failed", "_number", "_preempted", "_run", "_text", "_times", "_top", "_wait")
+    __slots__ = ("_blocks", "_failed", "_number", "_preempted", "_text", "_times", "_top", "_wait", "run")
 
     def __init__(
         self, run: Run, number: int, times: Sequence[int], blocks: Sequence[int], *, preempted: Sequence[int],
         wait: str | None, top: dict[str, Any] | None = None, failed: str | None = None,
     ) -> None:  # fmt: skip
-        self._run, self._number = run, number
+        self.run, self._number = run, number
         self._times, self._blocks = array("q", times), array("i", blocks)
         self._preempted, self._wait, self._top, self._failed = tuple(preempted), wait, top, failed
         self._text: str | None = None
@@ -77,7 +77,7 @@ class Step:
         """Return it as in a recording."""
         facts: dict[str, Any] = {
             "t": self._times.tolist(),
-            "spans": self._run.spans(self._number),
+            "spans": self.run.spans(self._number),
             "preempted": list(self._preempted),
             "wait": self._wait,
             "blocks": self._blocks.tolist(),
@@ -97,14 +97,14 @@ class Step:
 
     def ids(self) -> set[int]:
         """Return the tokens that occur in it."""
-        found = set(self._run.tokens(self._number))
+        found = set(self.run.tokens(self._number))
         found.update(token for best in (self._top or {}).values() for token, _ in best)
         return {token for token in found if token > NO_DRAW}
 
     @property
     def num_spans(self) -> int:
         """How many requests it computes something of."""
-        return self._run.num_spans
+        return self.run.num_spans
 
     @property
     def num_bytes(self) -> int:
