@@ -5,8 +5,8 @@
 The engine runs over a runner that computes nothing, so that a step is scheduling, settling and recording alone. Two
 engines serve the same requests, all of which decode, one with the recorder and one without, in turns; medians of single
 steps are compared, and the slowest hundredth. In a last row requests end after 20 to 500 tokens and others take their
-places, so that one comes and goes in most steps. "in it" is the thread's processor time between the calls of the recorder
-their returns, as the median of steps and, since some steps do the work of many, as the mean.
+places, so that one comes and goes in most steps. "in it" is the thread's processor time between calls of the recorder
+and their returns, as the median of steps and, since some steps do the work of many, as the mean.
 
 Then a runner that waits two milliseconds a step, as for a device, while a program of its own comes to watch: the
 slowest step before it came, and while it was sent what had been recorded. Of some tries the one with the least is told,

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from enum import Enum
+from itertools import takewhile
 from math import isfinite
 from typing import Any
-
-import numpy as np
 
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError
@@ -74,8 +73,10 @@ class Taken:
     goes_on: bool
     """Whether it is the step before, one token on."""
     times: list[int]
-    columns: tuple[list[int], list[int], list[bool]] = ([], [], [])
-    """Where spans start, stop, and whether they draw; of one that is settled and begins a run."""
+    stops: list[int]
+    """Where spans stop; where they start, and whether each draws, is kept of one that is settled and begins a run."""
+    starts: list[int] = field(default_factory=list)
+    each_draws: list[bool] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     """As ``Step`` takes it."""
 
@@ -342,13 +343,14 @@ class Recorder(Observer):
         But a decision may have been taken back and made again: then together they do not reach as far.
         """
         spans, last, times = output.spans, self._last, [self._now()] * 6
-        requests, until = [span.request for span in spans], sum([span.stop for span in spans])
+        requests, stops = [span.request for span in spans], [span.stop for span in spans]
+        until = sum(stops)
         same = last is not None and requests == last.requests
         if last is not None and same and last.draws and until == last.until + len(spans):
-            taken = Taken(len(self.steps), output, last.requests, last.places, until, True, True, times)
+            taken = Taken(len(self.steps), output, last.requests, last.places, until, True, True, times, stops)
         else:
             places, draws = [self._alive[request] for request in requests], all([span.samples for span in spans])
-            taken = Taken(len(self.steps), output, requests, places, until, draws, False, times)
+            taken = Taken(len(self.steps), output, requests, places, until, draws, False, times, stops)
         self._last = taken
         return taken
 
@@ -361,7 +363,8 @@ class Recorder(Observer):
         gone = sorted(output.preempted + output.finished, key=self._alive.__getitem__)
         for request in gone:
             self._due.pop(request)
-        new = [] if step.goes_on else [span for span in output.spans if span.request not in self._due]
+        # those that are admitted, or still at their prompts, stand at the end
+        new = list(takewhile(lambda span: span.request not in self._due, reversed(output.spans)))[::-1]
         likely = gone + self._due.now() + [span.request for span in new]
         for span in new:
             if span.samples:
@@ -407,7 +410,7 @@ class Recorder(Observer):
         if run and not (step.goes_on and run[-1].index == step.index - 1):
             self._flush()
         if not self._run:
-            step.columns = columns(spans)
+            step.starts, step.each_draws = columns(spans)
         self._run.append(step)
         if len(self._run) == MOST_STEPS or times[-1] - self._written > SECONDS * 1e6:
             self._flush()
@@ -415,13 +418,13 @@ class Recorder(Observer):
     def _fail(self, step: Taken, message: str) -> None:
         assert step.output is not None, "a step that is settled has not failed"
         spans = step.output.spans
-        starts, stops, draws = columns(spans)
+        starts, draws = columns(spans)
         if message not in (INTERRUPTED, UNSETTLED):  # of these nobody knows when it was
             step.times[3:] = [self._now()] * 3
             for span in spans:
                 if not span.request.is_finished:
                     self._ended_by.setdefault(span.request, step.index)
-        run = Run(step.places, starts, stops, [DROPPED if drew else NO_DRAW for drew in draws])
+        run = Run(step.places, starts, step.stops, [DROPPED if drew else NO_DRAW for drew in draws])
         self._write([Step(run, 0, step.times, **step.rest, failed=message)], step.index)
         self._due = Due(self._blocks.block_size)  # who computes it again is a step late
 
@@ -430,19 +433,19 @@ class Recorder(Observer):
         steps, self._run = self._run, []
         if steps:
             first, number = steps[0], len(steps)
-            starts, stops, draws = first.columns
+            stops = first.stops
             if number == 1:
                 tokens = [
                     NO_DRAW if not draw
                     else known[stop] if stop < len(known := request.token_ids)
-                    else DROPPED for request, stop, draw in zip(first.requests, stops, draws, strict=True)
+                    else DROPPED for request, stop, draw in zip(first.requests, stops, first.each_draws, strict=True)
                 ]  # fmt: skip
             else:
                 tokens = []
                 for request, stop in zip(first.requests, stops, strict=True):
                     drawn = request.token_ids[stop : stop + number]
                     tokens += drawn if len(drawn) == number else drawn + [DROPPED] * (number - len(drawn))
-            run = Run(first.places, starts, stops, tokens, number)
+            run = Run(first.places, first.starts, stops, tokens, number)
             self._write([Step(run, place, step.times, **step.rest) for place, step in enumerate(steps)], first.index)
             self._written = steps[-1].times[-1]
 
@@ -500,9 +503,9 @@ class Recorder(Observer):
                 self._let_go(request)
 
 
-def columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[bool]]:
-    """Return where spans start, where they stop, and whether they draw."""
-    return [span.start for span in spans], [span.stop for span in spans], [span.samples for span in spans]
+def columns(spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    """Return where spans start, and whether they draw."""
+    return [span.start for span in spans], [span.samples for span in spans]
 
 
 def best(request: Request, place: int) -> list[list[int | float]]:
@@ -511,15 +514,16 @@ def best(request: Request, place: int) -> list[list[int | float]]:
     return [[token, round(each.logprob, 4)] for token, each in found if isfinite(each.logprob)][:MOST_CANDIDATES]
 
 
+USUAL = [
+    (each.name, [] if each.name in ("stop", "stop_token_ids", "bad_words") else each.default)
+    for each in fields(SamplingParams)
+]
+"""What parameters are if nobody says anything."""
+
+
 def told(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from the defaults, as JSON can hold them."""
-    found = {}
-    for each in fields(SamplingParams):
-        value = getattr(params, each.name)
-        usual = [] if each.name in ("stop", "stop_token_ids", "bad_words") else each.default
-        if value != usual:
-            found[each.name] = plain(value)
-    return found
+    return {name: plain(value) for name, usual in USUAL if (value := getattr(params, name)) != usual}
 
 
 def plain(value: Any) -> Any:
