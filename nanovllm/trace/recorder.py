@@ -26,7 +26,7 @@ from typing import Any
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.observer import Observer, StepTimes
-from nanovllm.request import Request
+from nanovllm.request import Request, Status
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import SchedulerOutput, Span
 from nanovllm.trace.ledger import Ledger
@@ -166,7 +166,7 @@ class Recorder(Observer):
         self._run: list[Taken] = []  # settled ones of the same requests
         self._last: Taken | None = None  # of those that were decided
         self._written = 0  # when steps were written down last
-        self._settled: int | None = None  # the last one
+        self._settled: Taken | None = None  # the last one
         self._ended_by: dict[Request, int] = {}  # the step whose decision, settling or failure ends it
         self._decided_end: set[Request] = set()
         self._ledger = Ledger(self._scheduler)
@@ -219,7 +219,10 @@ class Recorder(Observer):
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
         with self._writing():
-            self._ledger.read(self._alive, (request,))
+            if self._blocks.journal:
+                done, settled = Status.FINISHED, self._settled
+                ended = [] if settled is None else [each for each in settled.requests if each.status is done]
+                self._ledger.read(self._alive, ended if request in ended else [request])
             self._flush()
             if request in self._alive and (not self._full or request in self._ended_by):
                 self._end(request)
@@ -234,7 +237,7 @@ class Recorder(Observer):
             while self._under_way:
                 self._fail(self._under_way.popleft(), UNSETTLED)
             self._flush()
-            self._full = True
+            self._full, self._last, self._settled = True, None, None
             self._ledger.stop()
             for request in list(self._alive):
                 self._let_go(request)
@@ -393,7 +396,7 @@ class Recorder(Observer):
         return step
 
     def _settle(self, step: Taken, output: SchedulerOutput, times: list[int]) -> None:
-        step.times, self._settled = times, step.index
+        step.times, self._settled = times, step
         if self._full:  # else who has ended is told next, and this step has done it
             for request in step.requests:
                 if request.is_finished and request in self._alive:
@@ -463,8 +466,8 @@ class Recorder(Observer):
 
     def _end(self, request: Request) -> None:
         index, by = len(self.steps), self._ended_by.pop(request, None)
-        if by is None and request.finish_reason != "abort":
-            by = self._settled  # which the engine has told of just before
+        if by is None and request.finish_reason != "abort" and self._settled is not None:
+            by = self._settled.index  # of which the engine has told just before
         decided = request in self._decided_end
         self._decided_end.discard(request)
         self._let_go(
@@ -498,7 +501,7 @@ class Recorder(Observer):
         """When the last recorded step is settled, keep nothing alive but those that it ends."""
         if self._full and not self._under_way:
             self._flush()
-            self._last = None
+            self._last = self._settled = None
             for request in [each for each in self._alive if each not in self._ended_by]:
                 self._let_go(request)
 

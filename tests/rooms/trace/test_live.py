@@ -40,7 +40,7 @@ class Ones:
 def decoding(num_requests, num_steps, prompt=5):
     """An engine of so many requests that have gone so many steps, and its recorder."""
     blocks = BlockManager(num_requests * (num_steps + prompt + 100), 16)
-    scheduler = Scheduler(blocks, max_num_seqs=num_requests, max_num_batched_tokens=num_requests * prompt)
+    scheduler = Scheduler(blocks, max_num_seqs=num_requests + 1, max_num_batched_tokens=num_requests * prompt)
     engine = LLMEngine(scheduler, Ones(), Limits(max_model_len=10**6, vocab_size=10**5))
     recorder = Recorder(engine, decode=str)
     engine.observers.append(recorder)
@@ -328,9 +328,9 @@ def test_what_is_settled_is_shown_though_no_other_step_comes(monkeypatch):
 
 
 ENDS_AT_ONCE = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
-from test_live import Live, decoding
+from test_live import Live, SamplingParams, decoding
 
 engine, recorder = decoding(20, 3)
 live = Live(0)
@@ -340,6 +340,9 @@ print(live.port, flush=True)
 sys.stdin.readline()
 for _ in range(400):
     engine.step()
+recorder.decode = lambda token: time.sleep(0.5) or "slow"  # the last message takes its time
+engine.add_request(None, [77777], SamplingParams(max_tokens=9))
+engine.step()
 engine.close()
 os._exit(0)
 """
@@ -358,7 +361,11 @@ def test_the_end_is_sent_though_the_process_ends_at_once():
         messages = [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
         assert process.wait(SECONDS) == 0
     found = joined(messages)
-    assert len(found["steps"]) == 403 and all(row["gone_step"] is None for row in found["requests"])
+    assert (
+        len(found["steps"]) == 404
+        and found["texts"]["77777"] == "slow"
+        and all(row["gone_step"] is None for row in found["requests"])
+    )
     assert "behind" not in messages[-1]
 
 

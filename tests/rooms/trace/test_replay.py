@@ -77,6 +77,8 @@ def check_requests(run, recording):
                 and "failed" not in steps[number]
             ]  # fmt: skip
             assert row["end_step"] == last, "it ends with the step that drew its last token"
+        elif row["finish"] == "abort":
+            assert row["end_step"] == (row["gone_step"] - 1 if row["gone_step"] else None), "the last before it"
         assert all(number < row["gone_step"] for number in spans)
 
 
