@@ -90,6 +90,37 @@ class Ledger:
             previous = code
 
 
+class Due:
+    """Requests that decode, by the step in which they need the next block."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size, self._step = block_size, 0
+        self._phases: dict[Request, int] = {}
+        self._requests: list[dict[Request, None]] = [{} for _ in range(block_size)]
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._phases
+
+    def add(self, request: Request, stop: int) -> None:
+        """Add one that reaches ``stop`` in this step, and one token more in each to come."""
+        phase = self._phases[request] = (self._step + 1 - stop) % self._size
+        self._requests[phase][request] = None
+
+    def pop(self, request: Request) -> None:
+        """Forget one, if it is there."""
+        phase = self._phases.pop(request, None)
+        if phase is not None:
+            del self._requests[phase][request]
+
+    def now(self) -> list[Request]:
+        """Return those that begin a block in this step."""
+        return list(self._requests[self._step % self._size])
+
+    def tick(self) -> None:
+        """Go to the next step."""
+        self._step += 1
+
+
 def inherited(blocks: BlockManager) -> list[int]:
     """Return the events that make the books what they are now: those of pins, and of what is cached."""
     events: list[int] = []

@@ -36,7 +36,7 @@ WRITE_SECONDS = 10.0
 CLOSE_SECONDS = 1.0
 """How long the engine waits, when it is closed, for viewers to take the rest."""
 MOST_VIEWERS = 16
-MOST_SPANS, MOST_STEPS, MOST_TOKENS, MOST_ROWS = 2000, 200, 8000, 200
+MOST_SPANS, MOST_STEPS, MOST_TOKENS, MOST_ROWS = 2000, 200, 4000, 100
 """Of one message; a step and a prompt are not cut."""
 
 CHANGING = ("cached", "ended", "end_step", "gone_step", "queued_step", "finish", "stop", "text")

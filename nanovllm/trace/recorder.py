@@ -16,9 +16,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from enum import Enum
 from itertools import takewhile
 from math import isfinite
 from typing import Any
@@ -27,9 +26,9 @@ from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.observer import Observer, StepTimes
 from nanovllm.request import Request, Status
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import SchedulerOutput, Span
-from nanovllm.trace.ledger import Ledger
+from nanovllm.trace.ledger import Due, Ledger
+from nanovllm.trace.params import told
 from nanovllm.trace.recording import DROPPED, FORMAT, NO_DRAW, VERSION, Recording
 from nanovllm.trace.step import Run, Step, num_digits
 
@@ -41,12 +40,9 @@ MAX_BYTES = 16 * 2**20
 
 MOST_CANDIDATES = 20
 """Of one drawn token, whatever the request asked for."""
-MOST_ITEMS = 64
-"""Longest list of a parameter that is written down."""
 
 INTERRUPTED = "interrupted, and decided again"
 UNSETTLED = "not settled when the recording ended"
-
 
 MOST_STEPS = 16
 """Steps whose tokens are fetched at once."""
@@ -79,37 +75,6 @@ class Taken:
     each_draws: list[bool] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
     """As ``Step`` takes it."""
-
-
-class Due:
-    """Requests that decode, by the step in which they need the next block."""
-
-    def __init__(self, block_size: int) -> None:
-        self._size, self._step = block_size, 0
-        self._phases: dict[Request, int] = {}
-        self._requests: list[dict[Request, None]] = [{} for _ in range(block_size)]
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._phases
-
-    def add(self, request: Request, stop: int) -> None:
-        """Add one that reaches ``stop`` in this step, and one token more in each to come."""
-        phase = self._phases[request] = (self._step + 1 - stop) % self._size
-        self._requests[phase][request] = None
-
-    def pop(self, request: Request) -> None:
-        """Forget one, if it is there."""
-        phase = self._phases.pop(request, None)
-        if phase is not None:
-            del self._requests[phase][request]
-
-    def now(self) -> list[Request]:
-        """Return those that begin a block in this step."""
-        return list(self._requests[self._step % self._size])
-
-    def tick(self) -> None:
-        """Go to the next step."""
-        self._step += 1
 
 
 class Recorder(Observer):
@@ -247,7 +212,8 @@ class Recorder(Observer):
     def recording(self) -> Recording:
         """Return what has been recorded; the recorder must be closed. This is where it takes its form, and time."""
         assert self._closed, "a recording is complete when the recorder is closed"
-        decode, steps = self.decode, [step for step in self.steps if step is not None]
+        whole = self.steps.index(None) if None in self.steps else len(self.steps)  # less if writing one has failed
+        decode, steps = self.decode, [step for step in self.steps[:whole] if step is not None]
         ids = set[int]().union(*(row["prompt"] for row in self.requests), *(step.ids() for step in steps))
         return {
             "format": FORMAT,
@@ -257,7 +223,7 @@ class Recorder(Observer):
             "requests": [{**row, "prompt": row["prompt"].tolist()} for row in self.requests],
             "steps": [step.facts() for step in steps],
             "tail": self._ledger.events,
-            "dropped_steps": self.dropped_steps,
+            "dropped_steps": self.dropped_steps + len(self.steps) - whole,
         }
 
     def flush(self) -> None:
@@ -515,30 +481,3 @@ def best(request: Request, place: int) -> list[list[int | float]]:
     """Return the candidates of a drawn token, itself first."""
     found = request.logprobs[place].items()
     return [[token, round(each.logprob, 4)] for token, each in found if isfinite(each.logprob)][:MOST_CANDIDATES]
-
-
-USUAL = [
-    (each.name, [] if each.name in ("stop", "stop_token_ids", "bad_words") else each.default)
-    for each in fields(SamplingParams)
-]
-"""What parameters are if nobody says anything."""
-
-
-def told(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, as JSON can hold them."""
-    return {name: plain(value) for name, usual in USUAL if (value := getattr(params, name)) != usual}
-
-
-def plain(value: Any) -> Any:
-    """Return a parameter as JSON can hold it, and not longer than a few lines."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, (list, dict)) and len(value) > MOST_ITEMS:
-        return f"{len(value)} items"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
-    return repr(value)[:1000]
