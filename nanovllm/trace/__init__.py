@@ -8,5 +8,8 @@
                                file.py        explain.py    nanovllm explain run.html
                                               replay.py     who holds which block, who waits, after each step
 
+``step.py`` is how steps are kept meanwhile, ``ledger.py`` tells whose blocks are meant, ``live.py`` serves the page
+while the engine runs.
+
 Without ``trace=`` nothing of this is imported, no observer is called and the block manager keeps no journal.
 """

@@ -107,12 +107,12 @@ class TraceFile:
         if self.live is not None:
             self.live.close()
 
-    def end(self, recording: Recording) -> None:
+    def end(self, recorder: Recorder) -> None:
         """Let viewers go, and write the files if there are any to write."""
         if self.live is not None:
             self.live.close()
         if self.path is not None:
-            self.write(self.path, recording)
+            self.write(self.path, recorder.recording())
 
     def write(self, path: Path, recording: Recording) -> None:
         """Write all files, each whole or not at all. A failure is an error in the log: results must not be lost."""

@@ -3,6 +3,10 @@
     engine's thread    Recorder     writes down steps, and waits for nobody
     a thread a viewer  Follower     looks ten times a second at what is new, and sends it
 
+No lock is between them: a follower reads lists that only grow, of things that do not change. Python runs one thread at
+a time, so who comes late gets the state so far in messages that take about a millisecond each, with a pause behind
+each.
+
 ``web/src/live.ts`` says what the messages are. The server is the standard library's: it has two addresses to answer.
 """
 
@@ -10,6 +14,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.recording import VERSION
+from nanovllm.trace.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +33,11 @@ QUIET_SECONDS = 10.0
 """After so long without news a comment is sent, which finds out whether anyone is still there."""
 WRITE_SECONDS = 10.0
 """How long a viewer may leave a message unread before it is given up."""
+CLOSE_SECONDS = 1.0
+"""How long the engine waits, when it is closed, for viewers to take the rest."""
 MOST_VIEWERS = 16
+MOST_SPANS, MOST_STEPS, MOST_TOKENS, MOST_ROWS = 2000, 200, 4000, 100
+"""Of one message; a step and a prompt are not cut."""
 
 CHANGING = ("cached", "ended", "end_step", "gone_step", "queued_step", "finish", "stop", "text")
 """Facts of a request that are not known when it comes."""
@@ -38,49 +48,75 @@ class Follower:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._num_steps = self._num_requests = self._dropped = 0
-        self._texts: set[int] = set()
-        self._open: dict[int, tuple[Any, ...]] = {}  # requests that have not ended, and what was said of them
+        self._num_steps = self._num_requests = self._num_changes = self._dropped = 0
+        self._ids: set[int] = set()
         self._began = False
+        self.behind = False
+        """Whether there was more to say than the last message holds."""
 
     def news(self) -> str:
-        """Return a message of all that is new, as JSON; empty if nothing is.
-
-        The recorder is held up for as long as it takes to copy lists of what is new.
-        """
+        """Return a message of what is new, or of a part of it, as JSON; empty if nothing is."""
         recorder = self._recorder
-        with recorder.watching():
-            settled = next((i for i, step in enumerate(recorder.steps[self._num_steps :]) if not step), None)
-            stop = len(recorder.steps) if settled is None else self._num_steps + settled
-            steps = recorder.steps[self._num_steps : stop]
-            new = [{**row, "prompt": list(row["prompt"])} for row in recorder.requests[self._num_requests :]]
-            changed = [(place, recorder.requests[place]) for place in self._open]
-            told = {place: tuple(row[name] for name in CHANGING) for place, row in changed}
-            texts = sorted(recorder.ids - self._texts)
-            dropped = recorder.dropped_steps
+        # in this order: steps speak of requests that came before them, and a row is replaced before that is noted
+        settled = recorder.steps[self._num_steps : self._num_steps + MOST_STEPS]
+        changes = recorder.changes[self._num_changes : self._num_changes + MOST_ROWS]
+        dropped = recorder.dropped_steps
+        rows: list[dict[str, Any]] = [
+            {"index": place, **{name: recorder.requests[place][name] for name in CHANGING}}
+            for place in dict.fromkeys(changes) if place < self._num_requests
+        ]  # fmt: skip
+        self._num_changes += len(changes)
+        new, ids = self._arrived()
+        rows += new
+        unknown = len(recorder.requests) > self._num_requests
+        steps = [] if unknown else self._settled(settled, ids)
+        self.behind = unknown or len(changes) == MOST_ROWS or self._more_settled()
         message: list[str] = []
         if not self._began:
             message.append(f'"engine":{dump(recorder.facts)},"version":{VERSION}')
-        if texts and recorder.decode is not None:
-            message.append(f'"texts":{dump({str(token): recorder.decode(token) for token in texts})}')
-        rows: list[dict[str, Any]] = [
-            {"index": place, **dict(zip(CHANGING, now, strict=True))}
-            for place, now in told.items() if now != self._open[place]
-        ]  # fmt: skip
-        rows += [{"index": self._num_requests + place, **row} for place, row in enumerate(new)]
+        ids -= self._ids
+        if ids and recorder.decode is not None:
+            message.append(f'"texts":{dump({str(token): recorder.decode(token) for token in sorted(ids)})}')
         if rows:
             message.append(f'"requests":{dump(rows)}')
         if steps:
             message.append(f'"steps":[{",".join(steps)}]')
         if dropped != self._dropped:
             message.append(f'"dropped_steps":{dropped}')
-        self._began = True
-        self._num_steps, self._dropped = stop, dropped
-        self._texts.update(texts)
-        told |= {self._num_requests + place: tuple(row[name] for name in CHANGING) for place, row in enumerate(new)}
-        self._open = {place: now for place, now in told.items() if now[1] is None}
-        self._num_requests += len(new)
+        self._began, self._dropped = True, dropped
+        self._ids |= ids
+        if message and self.behind:
+            message.append('"behind":true')
         return "{" + ",".join(message) + "}" if message else ""
+
+    def _arrived(self) -> tuple[list[dict[str, Any]], set[int]]:
+        """Return rows of requests not sent before, and their tokens."""
+        rows: list[dict[str, Any]] = []
+        ids: set[int] = set()
+        room = MOST_TOKENS
+        for row in self._recorder.requests[self._num_requests : self._num_requests + MOST_ROWS]:
+            if room > 0:
+                rows.append({"index": self._num_requests + len(rows), **row, "prompt": row["prompt"].tolist()})
+                ids.update(row["prompt"])
+                room -= len(row["prompt"])
+        self._num_requests += len(rows)
+        return rows, ids
+
+    def _settled(self, steps: Sequence[Step | None], ids: set[int]) -> list[str]:
+        """Return JSON of the next steps, and add their tokens to ``ids``."""
+        found: list[str] = []
+        room = MOST_SPANS
+        for step in steps:
+            if step is None or room <= 0:
+                break
+            found.append(step.json())
+            ids |= step.ids()
+            room -= step.num_spans
+        self._num_steps += len(found)
+        return found
+
+    def _more_settled(self) -> bool:
+        return any(step is not None for step in self._recorder.steps[self._num_steps : self._num_steps + 1])
 
 
 class Live:
@@ -102,7 +138,9 @@ class Live:
             raise ConfigError(rule, parameter="live", value=port) from error
         self.port = self._server.server_port
         self.address = f"http://{HOST}:{self.port}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="nanovllm-live", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(SECONDS,), name="nanovllm-live", daemon=True
+        )
 
     def begin(self, recorder: Recorder) -> None:
         """Show what is recorded from now on."""
@@ -111,9 +149,13 @@ class Live:
         logger.warning("watch the engine at %s", self.address)
 
     def close(self) -> None:
-        """Send viewers the rest and end."""
+        """Send viewers the rest, as far as they take it in ``CLOSE_SECONDS``, and end."""
         if not self.closed.is_set():
             self.closed.set()
+            until = time.monotonic() + CLOSE_SECONDS
+            # each viewer has a place until it is sent all; who holds all places has seen the last one go
+            if not all(self.viewers.acquire(timeout=max(0.0, until - time.monotonic())) for _ in range(MOST_VIEWERS)):
+                logger.warning("a viewer has not taken the end of the recording in %s s, and misses it", CLOSE_SECONDS)
             if self._thread.is_alive():
                 self._server.shutdown()
             self._server.server_close()
@@ -168,16 +210,23 @@ class Viewer(BaseHTTPRequestHandler):
         assert self.source.recorder is not None, "the server starts when there is one"
         follower, last = Follower(self.source.recorder), time.monotonic()
         while True:
-            ends = self.source.closed.is_set()
+            ends, began = self.source.closed.is_set(), time.monotonic()
             message = follower.news()
-            if message or time.monotonic() - last > QUIET_SECONDS:
-                self.wfile.write((f"data: {message}\n\n" if message else ": nothing new\n\n").encode())
+            if message or began - last > QUIET_SECONDS:
+                # JSON is all that may hold half a surrogate pair, and this is how JSON writes one
+                text = f"data: {message}\n\n" if message else ": nothing new\n\n"
+                self.wfile.write(text.encode(errors="backslashreplace"))
                 last = time.monotonic()
-            if ends:
+            if follower.behind:  # as long as this took: half of the time is the engine's
+                self.source.closed.wait(min(SECONDS, time.monotonic() - began))
+            elif ends:
                 return
-            self.source.closed.wait(SECONDS)
+            else:
+                if not message:
+                    self.source.recorder.flush()
+                self.source.closed.wait(SECONDS)
 
 
 def dump(value: Any) -> str:
-    """Write JSON in ASCII: half a surrogate pair, as a token alone can be, has no UTF-8."""
+    """Write compact JSON."""
     return json.dumps(value, separators=(",", ":"))

@@ -1,10 +1,11 @@
 """The observer that records: it writes down decisions, tokens, times and blocks, and holds no tensor.
 
-    on_decision   a step is added: spans, preempted, why the head waits, block events up to here
-    on_step       its tokens and times are known: it becomes JSON, which is small, and so is counted exactly
+    on_decision   a step is added: whose spans, preempted, why the head waits, block events up to here
+    on_step       its times are known; its tokens stand in its requests, and are fetched for many steps at once
     on_end        how and when a request ended
 
-The block manager's journal does not say for whom a block was taken; a request's block table, before and after, does.
+Whoever watches meanwhile waits for nobody and holds nobody up: what stands in the lists of the recorder is never
+changed, only replaced (a request's row, the None of a step) or added to.
 """
 
 import json
@@ -13,35 +14,23 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from enum import Enum
+from itertools import takewhile
 from math import isfinite
 from typing import Any
 
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.observer import Observer, StepTimes
-from nanovllm.request import Request
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import SchedulerOutput
-from nanovllm.trace.recording import (
-    CODES,
-    DROPPED,
-    EVICT,
-    FORGET,
-    FORMAT,
-    FREE,
-    HOLD,
-    KNOW,
-    NO_DRAW,
-    NOBODY,
-    TAKE,
-    VERSION,
-    Recording,
-)
+from nanovllm.request import Request, Status
+from nanovllm.scheduler import SchedulerOutput, Span
+from nanovllm.trace.ledger import Due, Ledger
+from nanovllm.trace.params import told
+from nanovllm.trace.recording import DROPPED, FORMAT, NO_DRAW, VERSION, Recording
+from nanovllm.trace.step import Run, Step, num_digits
 
 logger = logging.getLogger(__name__)
 
@@ -51,34 +40,53 @@ MAX_BYTES = 16 * 2**20
 
 MOST_CANDIDATES = 20
 """Of one drawn token, whatever the request asked for."""
-MOST_ITEMS = 64
-"""Longest list of a parameter that is written down."""
 
 INTERRUPTED = "interrupted, and decided again"
 UNSETTLED = "not settled when the recording ended"
 
+MOST_STEPS = 16
+"""Steps whose tokens are fetched at once."""
+SECONDS = 0.1
+"""So long, more or less, a step that is settled may be unknown to those who watch."""
 
-class Step:
-    """A step that is decided and not settled."""
 
-    __slots__ = ("facts", "index", "output")
+@dataclass(slots=True)
+class Taken:
+    """A step that is decided, or settled and not yet written down.
 
-    def __init__(self, index: int, output: SchedulerOutput, facts: dict[str, Any]) -> None:
-        self.index = index
-        self.output = output
-        self.facts = facts
+    It lets go of its decision once it is settled: thousands of spans that live on are work for the garbage collector.
+    """
+
+    index: int
+    output: SchedulerOutput | None
+    requests: list[Request]
+    places: list[int]
+    """Of each span."""
+    until: int
+    """The sum of where spans stop."""
+    draws: bool
+    """Whether all spans draw a token."""
+    goes_on: bool
+    """Whether it is the step before, one token on."""
+    times: list[int]
+    stops: list[int]
+    """Where spans stop; where they start, and whether each draws, is kept of one that is settled and begins a run."""
+    starts: list[int] = field(default_factory=list)
+    each_draws: list[bool] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=dict)
+    """As ``Step`` takes it."""
 
 
 class Recorder(Observer):
     """Records an engine: to be added to ``LLMEngine.observers`` while no request is alive.
 
-    ``facts`` go into the recording's ``engine``. ``decode`` gives the text of one token. ``deliver`` gets the recording
+    ``facts`` go into the recording's ``engine``. ``decode`` gives the text of one token. ``deliver`` gets the recorder
     when the engine is closed. ``candidates``: whether what requests get as log-probabilities are some.
 
     Memory: ``max_bytes`` of JSON and ``max_steps`` steps. When either is reached, no more steps are recorded, which the
     log says once; those kept are complete, and ``dropped_steps`` counts the others. It records what is computed anyway
-    and changes nothing: candidates only of requests that asked for ``logprobs``. Cost on the engine's thread: some
-    two microseconds for each span, measured with 32 a step.
+    and changes nothing: candidates only of requests that asked for ``logprobs``. Cost on the engine's thread:
+    bench/recording.py measures it.
     """
 
     def __init__(
@@ -87,7 +95,7 @@ class Recorder(Observer):
         *,
         facts: Mapping[str, Any] | None = None,
         decode: Callable[[int], str] | None = None,
-        deliver: Callable[[Recording], None] | None = None,
+        deliver: Callable[["Recorder"], None] | None = None,
         candidates: bool = True,
         max_steps: int = MAX_STEPS,
         max_bytes: int = MAX_BYTES,
@@ -111,24 +119,30 @@ class Recorder(Observer):
             "started": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
         self.requests: list[dict[str, Any]] = []
-        """As in a recording, but that prompts are arrays."""
+        """As in a recording, but that prompts are arrays. A row that changes is replaced by another one."""
+        self.changes: list[int] = []
+        """Which rows were replaced, in order, each as often as it was."""
         self._alive: dict[Request, int] = {}
-        self._tables: dict[Request, list[int]] = {}  # blocks of each when the journal was last read
-        self._takers = [NOBODY] * self._blocks.num_blocks  # for whom a block was taken, while that one holds it
+        self._asked: set[Request] = set()  # for candidates
         self._held: dict[Request, None] = {}  # samples in no queue yet
-        self.steps: list[str] = []
-        """JSON of each; empty while it is under way."""
-        self._under_way: deque[Step] = deque()
+        self.steps: list[Step | None] = []
+        """None while one is under way, or waits to be written down with others."""
+        self._under_way: deque[Taken] = deque()
+        self._run: list[Taken] = []  # settled ones of the same requests
+        self._last: Taken | None = None  # of those that were decided
+        self._written = 0  # when steps were written down last
+        self._settled: Taken | None = None  # the last one
         self._ended_by: dict[Request, int] = {}  # the step whose decision, settling or failure ends it
         self._decided_end: set[Request] = set()
-        self.ids: set[int] = set()
-        """Tokens that occur."""
-        self._events = self._inherited()
+        self._ledger = Ledger(self._scheduler)
+        self._due = Due(self._blocks.block_size)
+        self._span_bytes = 0.0
+        """Of a span as JSON, in the run that was measured last."""
+        self._measure_next = 0  # at which step the next one is
         self._num_bytes = 0
         self._full = self._closed = False
         self.dropped_steps = 0
         """Steps that came after the limit was reached."""
-        self._blocks.journal = []
 
     def on_arrival(self, request: Request) -> None:
         """Write down who came, with what."""
@@ -151,9 +165,8 @@ class Recorder(Observer):
         with self._writing():
             step = self._pop(output)
             if step is not None:
-                self._read_journal()
                 moments = (times.began, times.decided, times.submitted, times.awaited, times.computed, times.settled)
-                self._settle(step, [self._at(moment) for moment in moments])
+                self._settle(step, output, [self._at(moment) for moment in moments])
             elif self._full:  # a later one is settled, so those that are recorded and not settled never will be
                 while self._under_way:
                     self._fail(self._under_way.popleft(), INTERRUPTED)
@@ -165,14 +178,17 @@ class Recorder(Observer):
             step = next((each for each in self._under_way if each.output is output), None)
             if step is not None:
                 self._under_way.remove(step)
-                self._read_journal()
                 self._fail(step, f"{type(error).__name__}: {error}")
                 self._leave_if_full()
 
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
         with self._writing():
-            self._read_journal()
+            if self._blocks.journal:
+                done, settled = Status.FINISHED, self._settled
+                ended = [] if settled is None else [each for each in settled.requests if each.status is done]
+                self._ledger.read(self._alive, ended if request in ended else [request])
+            self._flush()
             if request in self._alive and (not self._full or request in self._ended_by):
                 self._end(request)
 
@@ -182,33 +198,41 @@ class Recorder(Observer):
             if self._closed:
                 return
             self._closed = True
-            self._read_journal()
+            self._ledger.read(self._alive)
             while self._under_way:
                 self._fail(self._under_way.popleft(), UNSETTLED)
-            self._stop()
+            self._flush()
+            self._full, self._last, self._settled = True, None, None
+            self._ledger.stop()
+            for request in list(self._alive):
+                self._let_go(request)
             if self._deliver is not None:
-                self._deliver(self.recording())
+                self._deliver(self)
 
     def recording(self) -> Recording:
-        """Return what has been recorded; the recorder must be closed. Cost: reading its JSON again."""
+        """Return what has been recorded; the recorder must be closed. This is where it takes its form, and time."""
         assert self._closed, "a recording is complete when the recorder is closed"
-        decode = self.decode
+        whole = self.steps.index(None) if None in self.steps else len(self.steps)  # less if writing one has failed
+        decode, steps = self.decode, [step for step in self.steps[:whole] if step is not None]
+        ids = set[int]().union(*(row["prompt"] for row in self.requests), *(step.ids() for step in steps))
         return {
             "format": FORMAT,
             "version": VERSION,
             "engine": self.facts,
-            "texts": {} if decode is None else {str(token): decode(token) for token in sorted(self.ids)},
-            "requests": [{**row, "prompt": list(row["prompt"])} for row in self.requests],
-            "steps": json.loads(f"[{','.join(self.steps)}]"),
-            "tail": self._events,
-            "dropped_steps": self.dropped_steps,
+            "texts": {} if decode is None else {str(token): decode(token) for token in sorted(ids)},
+            "requests": [{**row, "prompt": row["prompt"].tolist()} for row in self.requests],
+            "steps": [step.facts() for step in steps],
+            "tail": self._ledger.events,
+            "dropped_steps": self.dropped_steps + len(self.steps) - whole,
         }
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within it nothing is written down, and so whoever steps the engine waits: look, copy, and go."""
-        with self._lock:
-            yield
+    def flush(self) -> None:
+        """Show those who watch what is settled; any thread may ask. Nothing happens while the engine writes."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._flush()
+            finally:
+                self._lock.release()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -217,7 +241,8 @@ class Recorder(Observer):
             try:
                 yield
             except BaseException:
-                self._full, self._blocks.journal = True, None
+                self._full = True
+                self._ledger.stop()
                 raise
 
     def _at(self, moment: float) -> int:
@@ -229,13 +254,14 @@ class Recorder(Observer):
     def _arrive(self, request: Request) -> None:
         place, step = len(self.requests), len(self.steps)
         held = any(request in samples for samples in self._scheduler.held.values()) if request.index else False
+        prompt = array("i", request.prompt_token_ids)
         row = {
             "id": request.request_id,
             "sample": request.index,
             "arrived": self._at(request.metrics.queued_ts),
             "before_step": step,
             "queued_step": None if held else step,
-            "prompt": array("q", request.prompt_token_ids),
+            "prompt": prompt,
             "priority": request.priority,
             "rank": request.rank,
             "max_tokens": request.max_tokens,
@@ -252,35 +278,69 @@ class Recorder(Observer):
         self._alive[request] = place
         if held:
             self._held[request] = None
-        self.ids.update(request.prompt_token_ids)
-        self._num_bytes += len(json.dumps({**row, "prompt": request.prompt_token_ids}))
+        if self._candidates and request.params.num_logprobs is not None:
+            self._asked.add(request)
+        self._num_bytes += len(json.dumps({**row, "prompt": []})) + len(prompt)
+        self._num_bytes += int(num_digits(prompt).sum())
 
     def _decide(self, output: SchedulerOutput) -> None:
-        self._read_journal(output)
+        last, step = self._last, self._take(output)
+        self._ledger.read(self._alive, self._expected(step, output))
         if not (output.spans or output.preempted or output.finished):
+            self._last = last
             return
-        index, places = len(self.steps), self._alive
         if self._held:
             still = {sample for samples in self._scheduler.held.values() for sample in samples}
             for request in [each for each in self._held if each not in still]:
                 del self._held[request]
                 if not request.is_finished:
-                    self.requests[places[request]]["queued_step"] = index
-        facts = {
-            "spans": [[places[s.request], s.start, s.stop, DROPPED if s.samples else NO_DRAW] for s in output.spans],
-            "preempted": [places[request] for request in output.preempted],
-            "wait": self._reason(output),
-            "blocks": self._events,
-        }
-        self._events = []
-        self._ended_by |= dict.fromkeys(output.finished, index)
+                    self._change(self._alive[request], queued_step=step.index)
+        preempted = [self._alive[request] for request in output.preempted]
+        step.rest = {"blocks": self._ledger.cut(), "preempted": preempted, "wait": self._reason(output)}
+        self._ended_by |= dict.fromkeys(output.finished, step.index)
         self._decided_end.update(output.finished)
-        self.steps.append("")
-        now = self._now()
+        self.steps.append(None)
         if output.spans:
-            self._under_way.append(Step(index, output, {"t": [now] * 6, **facts}))
+            self._under_way.append(step)
         else:
-            self._write(index, {"t": [now] * 6, **facts})
+            self._write([Step(Run([], [], [], []), 0, step.times, **step.rest)], step.index)
+
+    def _take(self, output: SchedulerOutput) -> Taken:
+        """Take down a decision; most are the one before, one token on.
+
+        Where the same requests go on that have all drawn, each computes what it drew, and reaches one token further.
+        But a decision may have been taken back and made again: then together they do not reach as far.
+        """
+        spans, last, times = output.spans, self._last, [self._now()] * 6
+        requests, stops = [span.request for span in spans], [span.stop for span in spans]
+        until = sum(stops)
+        same = last is not None and requests == last.requests
+        if last is not None and same and last.draws and until == last.until + len(spans):
+            taken = Taken(len(self.steps), output, last.requests, last.places, until, True, True, times, stops)
+        else:
+            places, draws = [self._alive[request] for request in requests], all([span.samples for span in spans])
+            taken = Taken(len(self.steps), output, requests, places, until, draws, False, times, stops)
+        self._last = taken
+        return taken
+
+    def _expected(self, step: Taken, output: SchedulerOutput) -> list[Request]:
+        """Return whose blocks this decision has probably changed.
+
+        A request that decodes needs a block in every ``block_size``-th step, so all that do are kept by the step in
+        which they do. Whether these explain what happened is the ledger's to find out.
+        """
+        gone = sorted(output.preempted + output.finished, key=self._alive.__getitem__)
+        for request in gone:
+            self._due.pop(request)
+        # those that are admitted, or still at their prompts, stand at the end
+        new = list(takewhile(lambda span: span.request not in self._due, reversed(output.spans)))[::-1]
+        likely = gone + self._due.now() + [span.request for span in new]
+        for span in new:
+            if span.samples:
+                self._due.add(span.request, span.stop)
+        if output.spans:
+            self._due.tick()
+        return likely
 
     def _reason(self, output: SchedulerOutput) -> str | None:
         """Return why the head of the queue was not admitted."""
@@ -293,7 +353,7 @@ class Recorder(Observer):
             return "budget"
         return "seqs" if len(scheduler.running) >= scheduler.max_running else "blocks"
 
-    def _pop(self, output: SchedulerOutput) -> Step | None:
+    def _pop(self, output: SchedulerOutput) -> Taken | None:
         """Return the step that has been settled; those before it never will be."""
         if all(step.output is not output for step in self._under_way):
             return None
@@ -301,64 +361,102 @@ class Recorder(Observer):
             self._fail(step, INTERRUPTED)
         return step
 
-    def _settle(self, step: Step, times: list[int]) -> None:
-        facts, top = step.facts, {}
-        facts["t"] = times
-        for span, written in zip(step.output.spans, facts["spans"], strict=True):
-            request = span.request
-            if request.is_finished and request in self._alive:
-                self._ended_by.setdefault(request, step.index)
-            if span.samples and span.stop < len(request.token_ids):
-                written[3] = request.token_ids[span.stop]
-                self.ids.add(written[3])
-                if self._candidates and request.params.num_logprobs is not None:
-                    top[str(written[0])] = self._best(request, span.stop - len(request.prompt_token_ids))
-        if top:
-            facts["top"] = top
-        self._write(step.index, facts)
+    def _settle(self, step: Taken, output: SchedulerOutput, times: list[int]) -> None:
+        step.times, self._settled = times, step
+        if self._full:  # else who has ended is told next, and this step has done it
+            for request in step.requests:
+                if request.is_finished and request in self._alive:
+                    self._ended_by.setdefault(request, step.index)
+        spans, step.output = output.spans, None
+        if self._asked:
+            top = {}
+            for span, place in zip(spans, step.places, strict=True):
+                request = span.request
+                if request in self._asked and span.samples and span.stop < len(request.token_ids):
+                    top[str(place)] = best(request, span.stop - len(request.prompt_token_ids))
+            step.rest["top"] = top
+        run = self._run
+        if run and not (step.goes_on and run[-1].index == step.index - 1):
+            self._flush()
+        if not self._run:
+            step.starts, step.each_draws = columns(spans)
+        self._run.append(step)
+        if len(self._run) == MOST_STEPS or times[-1] - self._written > SECONDS * 1e6:
+            self._flush()
 
-    def _best(self, request: Request, place: int) -> list[tuple[int, float]]:
-        found = request.logprobs[place].items()
-        best = [(token, round(each.logprob, 4)) for token, each in found if isfinite(each.logprob)][:MOST_CANDIDATES]
-        self.ids.update(token for token, _ in best)
-        return best
-
-    def _fail(self, step: Step, message: str) -> None:
-        step.facts["failed"] = message
+    def _fail(self, step: Taken, message: str) -> None:
+        assert step.output is not None, "a step that is settled has not failed"
+        spans = step.output.spans
+        starts, draws = columns(spans)
         if message not in (INTERRUPTED, UNSETTLED):  # of these nobody knows when it was
-            step.facts["t"][3:] = [self._now()] * 3
-            for span in step.output.spans:
+            step.times[3:] = [self._now()] * 3
+            for span in spans:
                 if not span.request.is_finished:
                     self._ended_by.setdefault(span.request, step.index)
-        self._write(step.index, step.facts)
+        run = Run(step.places, starts, step.stops, [DROPPED if drew else NO_DRAW for drew in draws])
+        self._write([Step(run, 0, step.times, **step.rest, failed=message)], step.index)
+        self._due = Due(self._blocks.block_size)  # who computes it again is a step late
 
-    def _write(self, index: int, facts: dict[str, Any]) -> None:
-        self.steps[index] = json.dumps(facts, ensure_ascii=False, separators=(",", ":"))
-        self._num_bytes += len(self.steps[index])
+    def _flush(self) -> None:
+        """Write down the steps that are settled, with what they drew: a token that is not known now never will be."""
+        steps, self._run = self._run, []
+        if steps:
+            first, number = steps[0], len(steps)
+            stops = first.stops
+            if number == 1:
+                tokens = [
+                    NO_DRAW if not draw
+                    else known[stop] if stop < len(known := request.token_ids)
+                    else DROPPED for request, stop, draw in zip(first.requests, stops, first.each_draws, strict=True)
+                ]  # fmt: skip
+            else:
+                tokens = []
+                for request, stop in zip(first.requests, stops, strict=True):
+                    drawn = request.token_ids[stop : stop + number]
+                    tokens += drawn if len(drawn) == number else drawn + [DROPPED] * (number - len(drawn))
+            run = Run(first.places, first.starts, stops, tokens, number)
+            self._write([Step(run, place, step.times, **step.rest) for place, step in enumerate(steps)], first.index)
+            self._written = steps[-1].times[-1]
+
+    def _write(self, steps: list[Step], index: int) -> None:
+        self.steps[index : index + len(steps)] = steps
+        run = steps[0].run
+        num_spans = run.num_spans * run.num_steps
+        if num_spans and index >= self._measure_next:
+            self._span_bytes, self._measure_next = run.num_bytes / num_spans, index + MOST_STEPS
+        self._num_bytes += round(self._span_bytes * num_spans) + sum(step.num_bytes for step in steps)
+
+    def _change(self, place: int, **facts: Any) -> None:
+        self.requests[place] = {**self.requests[place], **facts}
+        self.changes.append(place)
 
     def _end(self, request: Request) -> None:
-        row, index = self.requests[self._alive[request]], len(self.steps)
-        by = self._ended_by.pop(request, None)
+        index, by = len(self.steps), self._ended_by.pop(request, None)
+        if by is None and request.finish_reason != "abort" and self._settled is not None:
+            by = self._settled.index  # of which the engine has told just before
         decided = request in self._decided_end
         self._decided_end.discard(request)
-        row["ended"] = self._now()
-        row["end_step"] = by if by is not None else index - 1 if index else None
-        row["gone_step"] = by if decided else index
-        row["finish"], row["stop"] = request.finish_reason, request.stop_reason
-        self._let_go(request)
+        self._let_go(
+            request,
+            ended=self._now(),
+            end_step=by if by is not None else index - 1 if index else None,
+            gone_step=by if decided else index,
+            finish=request.finish_reason,
+            stop=request.stop_reason,
+        )
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, **facts: Any) -> None:
         """Write down what there is of a request, and keep it no longer."""
-        row = self.requests[self._alive.pop(request)]
-        row["cached"] = request.num_cached_tokens
-        row["text"] = "" if request.builder is None else request.builder.since(0)
-        self._num_bytes += len(row["text"])
-        self._tables.pop(request, None)
+        text = "" if request.builder is None else request.builder.since(0)
+        self._change(self._alive.pop(request), cached=request.num_cached_tokens, text=text, **facts)
+        self._num_bytes += len(text)
         self._held.pop(request, None)
+        self._due.pop(request)
+        self._asked.discard(request)
 
     def _fill(self) -> None:
         self._full = True
-        self._blocks.journal = None
+        self._ledger.stop()
         logger.warning(
             "the recording is full after %d steps, %d bytes: what comes now is not in it", len(self.steps),
             self._num_bytes,
@@ -368,97 +466,18 @@ class Recorder(Observer):
     def _leave_if_full(self) -> None:
         """When the last recorded step is settled, keep nothing alive but those that it ends."""
         if self._full and not self._under_way:
+            self._flush()
+            self._last = self._settled = None
             for request in [each for each in self._alive if each not in self._ended_by]:
                 self._let_go(request)
 
-    def _stop(self) -> None:
-        self._full = True
-        self._blocks.journal = None
-        for request in list(self._alive):
-            self._let_go(request)
 
-    # --- whose blocks ---
-
-    def _inherited(self) -> list[int]:
-        """Return the events that make the books what they are now: those of pins, and of what is cached."""
-        events: list[int] = []
-        cached = [self._blocks._blocks[index] for index in self._blocks._cached]
-        held = [block for block in self._blocks._blocks if block.ref_count]
-        for block in held + cached:
-            told = [TAKE, *[HOLD] * (block.ref_count - 1), *[KNOW] * (block.digest is not None)]
-            for code in told if block.ref_count else [*told, FREE]:
-                events += (code, block.index, NOBODY)
-        return events
-
-    def _read_journal(self, output: SchedulerOutput | None = None) -> None:
-        """Move the journal into the events, with the request of each; ``output`` is the decision that has been made.
-
-        Between two readings a request's table grows, or goes, or comes: so its length tells what happened. Pins come
-        before a decision, so that requests own the last of the events that a block has had, and those that are admitted
-        together theirs in the order of the spans.
-        """
-        journal = self._blocks.journal
-        if not journal:
-            return
-        self._blocks.journal = []
-        gained: dict[int, list[int]] = {}
-        lost: dict[int, list[int]] = {}
-        changed = [each for each in self._alive if len(each.block_ids) != len(self._tables.get(each, ()))]
-        if output is not None and len(changed) > 1:
-            order = {span.request: place for place, span in enumerate(output.spans)}
-            changed.sort(key=lambda request: order.get(request, NOBODY))
-        for request in changed:
-            before, now, place = self._tables.get(request, []), request.block_ids, self._alive[request]
-            for block in now[len(before) :]:
-                gained.setdefault(block, []).append(place)
-            for block in before[len(now) :]:
-                lost.setdefault(block, []).append(place)
-            self._tables[request] = list(now)
-        owners, takes = [NOBODY] * len(journal), dict[int, int]()
-        for i in range(len(journal) - 1, -1, -1):
-            name, block = journal[i]
-            code = CODES[name]
-            if code in (TAKE, HOLD, FREE):
-                whose = (lost if code == FREE else gained).get(block)
-                owners[i] = whose.pop() if whose else NOBODY
-            if code == TAKE:
-                takes[block] = owners[i]
-            elif code == EVICT:
-                owners[i] = owners[i + 1] = takes.pop(block, NOBODY)
-        takers, previous = self._takers, EVICT
-        for (name, block), owner in zip(journal, owners, strict=True):
-            code = CODES[name]
-            if code == TAKE:
-                takers[block] = owner
-            elif code == KNOW or (code == FORGET and previous != EVICT):
-                owner = takers[block]
-            elif code == FREE and owner == takers[block]:
-                takers[block] = NOBODY
-            self._events += (code, block, owner)
-            previous = code
+def columns(spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
+    """Return where spans start, and whether they draw."""
+    return [span.start for span in spans], [span.samples for span in spans]
 
 
-def told(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, as JSON can hold them."""
-    found = {}
-    for field in fields(SamplingParams):
-        value = getattr(params, field.name)
-        usual = [] if field.name in ("stop", "stop_token_ids", "bad_words") else field.default
-        if value != usual:
-            found[field.name] = plain(value)
-    return found
-
-
-def plain(value: Any) -> Any:
-    """Return a parameter as JSON can hold it, and not longer than a few lines."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, (list, dict)) and len(value) > MOST_ITEMS:
-        return f"{len(value)} items"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
-    return repr(value)[:1000]
+def best(request: Request, place: int) -> list[list[int | float]]:
+    """Return the candidates of a drawn token, itself first."""
+    found = request.logprobs[place].items()
+    return [[token, round(each.logprob, 4)] for token, each in found if isfinite(each.logprob)][:MOST_CANDIDATES]

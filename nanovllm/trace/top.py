@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     screen, redraws = Screen(), sys.stdout.isatty()
     for message in messages(args.port):
         screen.read(message)
+        if message.get("behind"):
+            continue
         print(f"{CLEAR if redraws else ''}{screen.text()}", flush=True)
     print("the engine is closed", file=sys.stderr)
     return 0

@@ -17,6 +17,7 @@
  *     steps          steps settled since the last message, in order. ``request`` and ``step`` are counted as in a
  *                    recording, so from the stream's own first step.
  *     dropped_steps  the number of steps that the server could not send, whenever it changes
+ *     behind         true: more is on its way already, as when a viewer comes late and is sent what has been
  *
  * Facts are read before steps, whatever their order in the message. Whoever joins late gets, as the first events of the
  * first step's ``blocks``, those that bring all blocks to where they are. After MOST_STEPS steps the page takes no more.

@@ -3,19 +3,52 @@
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from nanovllm import LLM, SamplingParams, cli
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.admission import Limits
+from nanovllm.block_manager import BlockManager
+from nanovllm.engine import LLMEngine
+from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.request import Sampled
+from nanovllm.scheduler import Scheduler
+from nanovllm.trace import live as live_module
+from nanovllm.trace import recorder as recorder_module
 from nanovllm.trace import top
 from nanovllm.trace.file import TraceFile
-from nanovllm.trace.live import MOST_VIEWERS, Follower, Live
+from nanovllm.trace.live import MOST_ROWS, MOST_SPANS, MOST_TOKENS, MOST_VIEWERS, Follower, Live
 from nanovllm.trace.recorder import Recorder
 
 SECONDS = 20
+
+
+class Ones:
+    """A runner that computes nothing, and draws the same token always."""
+
+    lookahead = 0
+
+    def submit(self, output):
+        return lambda: [Sampled(1) if span.samples else None for span in output.spans]
+
+
+def decoding(num_requests, num_steps, prompt=5):
+    """An engine of so many requests that have gone so many steps, and its recorder."""
+    blocks = BlockManager(num_requests * (num_steps + prompt + 100), 16)
+    scheduler = Scheduler(blocks, max_num_seqs=num_requests + 1, max_num_batched_tokens=num_requests * prompt)
+    engine = LLMEngine(scheduler, Ones(), Limits(max_model_len=10**6, vocab_size=10**5))
+    recorder = Recorder(engine, decode=str)
+    engine.observers.append(recorder)
+    for number in range(num_requests):
+        engine.add_request(None, list(range(number, number + prompt)), SamplingParams(max_tokens=10**5))
+    for _ in range(num_steps):
+        engine.step()
+    return engine, recorder
 
 
 def joined(messages):
@@ -218,3 +251,167 @@ def test_top_ends_with_the_engine(open_llm, capsys):
     watching.join(SECONDS)
     printed = capsys.readouterr()
     assert ended == [0] and "the engine is closed" in printed.err and "ended 2" in printed.out
+
+
+def told(follower):
+    """All messages that a follower has now."""
+    messages = []
+    while message := follower.news():
+        messages.append(json.loads(message))
+    return messages
+
+
+def test_who_comes_late_is_told_in_messages_that_are_soon_made():
+    """One long message would keep Python from the engine for as long as it takes to write."""
+    engine, recorder = decoding(300, 40, prompt=100)
+    recorder.flush()
+    messages = told(Follower(recorder))
+    assert len(messages) > 300 * 40 / MOST_SPANS
+    for message in messages:
+        assert sum(len(step["spans"]) for step in message.get("steps", ())) < MOST_SPANS + 300
+        rows = message.get("requests", ())
+        assert len(rows) <= MOST_ROWS and sum(len(row["prompt"]) for row in rows) < MOST_TOKENS + 100
+    assert [message.pop("behind", False) for message in messages] == [True] * (len(messages) - 1) + [False]
+    engine.close()
+    recording = recorder.recording()
+    found = joined(messages)
+    for name in ("texts", "steps"):
+        assert found[name] == recording[name]
+    assert [row["prompt"] for row in found["requests"]] == [row["prompt"] for row in recording["requests"]]
+
+
+def test_steps_are_told_after_the_requests_that_they_speak_of():
+    engine, recorder = decoding(2 * MOST_ROWS + 1, 3)
+    recorder.flush()
+    known = 0
+    for message in told(Follower(recorder)):
+        known += len(message.get("requests", ()))
+        assert all(span[0] < known for step in message.get("steps", ()) for span in step["spans"])
+    assert known == 2 * MOST_ROWS + 1
+    engine.close()
+
+
+def test_a_viewer_waits_for_nobody_and_nobody_for_it():
+    """While the engine writes, which here it never ends to do, a viewer is told what there is."""
+    engine, recorder = decoding(3, 40)
+    found = []
+
+    def watch():
+        recorder.flush()
+        found.extend(told(Follower(recorder)))
+
+    with recorder._writing():
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        watching.join(SECONDS)
+        assert not watching.is_alive() and found[0]["steps"]
+    engine.close()
+
+
+def test_what_is_settled_is_shown_though_no_other_step_comes(monkeypatch):
+    monkeypatch.setattr(recorder_module, "SECONDS", 1000)
+    engine, recorder = decoding(2, 5)
+    assert recorder.steps == [None] * 5, "they are written down when there are more"
+    live = Live(0)
+    live.begin(recorder)
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=SECONDS)
+    connection.request("GET", "/events")
+    steps = []
+    for line in connection.getresponse():  # raises if nothing comes
+        if line.startswith(b"data: "):
+            steps += json.loads(line[6:]).get("steps", ())
+        if len(steps) == 5:
+            break
+    connection.close()
+    engine.close()
+    live.close()
+
+
+ENDS_AT_ONCE = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_live import Live, SamplingParams, decoding
+
+engine, recorder = decoding(20, 3)
+live = Live(0)
+recorder._deliver = lambda recorder: live.close()
+live.begin(recorder)
+print(live.port, flush=True)
+sys.stdin.readline()
+for _ in range(400):
+    engine.step()
+recorder.decode = lambda token: time.sleep(0.5) or "slow"  # the last message takes its time
+engine.add_request(None, [77777], SamplingParams(max_tokens=9))
+engine.step()
+engine.close()
+os._exit(0)
+"""
+
+
+def test_the_end_is_sent_though_the_process_ends_at_once():
+    here = Path(__file__).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        connection = http.client.HTTPConnection("127.0.0.1", int(process.stdout.readline()), timeout=SECONDS)
+        connection.request("GET", "/events")
+        response = connection.getresponse()  # it is connected
+        process.stdin.write("\n")
+        process.stdin.close()
+        messages = [json.loads(line[6:]) for line in response if line.startswith(b"data: ")]
+        assert process.wait(SECONDS) == 0
+    found = joined(messages)
+    assert (
+        len(found["steps"]) == 404
+        and found["texts"]["77777"] == "slow"
+        and all(row["gone_step"] is None for row in found["requests"])
+    )
+    assert "behind" not in messages[-1]
+
+
+def test_who_does_not_take_the_end_is_not_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(live_module, "CLOSE_SECONDS", 0.2)
+    engine, recorder = decoding(300, 3)
+    recorder.decode = lambda token: "x" * 100_000  # 30 MB, more than a socket holds
+    live = Live(0)
+    live.begin(recorder)
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", live.port))
+        stuck.sendall(f"GET /events HTTP/1.0\r\nHost: 127.0.0.1:{live.port}\r\n\r\n".encode())
+        assert stuck.recv(10), "it is watching, and reads no more"
+        began = time.monotonic()
+        engine.close()
+        live.close()
+        assert time.monotonic() - began < live_module.WRITE_SECONDS / 2
+    assert "a viewer has not taken the end of the recording" in caplog.text
+
+
+def test_half_a_surrogate_pair_reaches_the_viewer():
+    engine, recorder = decoding(1, 2)
+    engine._runner.submit = broken
+    with pytest.raises(EngineError):
+        engine.step()
+    live = Live(0)
+    live.begin(recorder)
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=SECONDS)
+    connection.request("GET", "/events")
+    lines = iter(connection.getresponse())
+    engine.close()
+    live.close()
+    found = joined(json.loads(line[6:]) for line in lines if line.startswith(b"data: "))
+    assert found["steps"][-1]["failed"] == "OSError: \ud800"
+
+
+def broken(output):
+    raise OSError("\ud800")
+
+
+def test_top_shows_a_state_and_not_the_way_to_it(monkeypatch, capsys):
+    _, recorder = decoding(300, 40)
+    recorder.flush()
+    messages = told(Follower(recorder))
+    monkeypatch.setattr(top, "messages", lambda port: messages)
+    assert len(messages) > 3 and cli.main(["top", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("tokens/s") == 1 and "running 300" in printed

@@ -77,6 +77,8 @@ def check_requests(run, recording):
                 and "failed" not in steps[number]
             ]  # fmt: skip
             assert row["end_step"] == last, "it ends with the step that drew its last token"
+        elif row["finish"] == "abort":
+            assert row["end_step"] == (row["gone_step"] - 1 if row["gone_step"] else None), "the last before it"
         assert all(number < row["gone_step"] for number in spans)
 
 
@@ -136,7 +138,9 @@ def test_a_full_recording_is_the_beginning_of_the_whole_one(workload, seed):
     most = len(whole["steps"]) // 2
     again = workload(seed, max_steps=most)
     cut = again.serve()
-    assert again.recorder._alive == again.recorder._tables == {} and not again.recorder._under_way
+    recorder = again.recorder
+    assert recorder._alive == recorder._ledger._tables == {} and not recorder._under_way and not recorder._run
+    assert recorder._last is None and not recorder._asked
     assert again.blocks.journal is None
     assert len(cut["steps"]) == most
     assert cut["dropped_steps"] == sum(bool(step["spans"]) for step in whole["steps"][most:])
