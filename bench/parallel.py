@@ -1,6 +1,6 @@
 """What a second GPU brings: tokens a second and the time of a step, of one engine, with a second rank, with a replica.
 
-    python3 bench/parallel.py [--shape 0.6b|8b|32b|tiny] [--engines 1x1 2x1 1x2] [--requests 256] [--length 256] [--weak]
+    python3 bench/parallel.py [--shape SHAPE] [--engines 1x1 2x1 1x2] [--requests 256] [--length 256] [--weak]
 
 An engine is written as ranks x replicas: 2x1 is tensor_parallel_size=2, 1x2 data_parallel_size=2. Random weights of
 Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate comes first: greedy
