@@ -53,9 +53,9 @@ class OneShot:
         self.most_bytes = MOST_BYTES
         self._below = below
         self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)  # where waiting kernels look
-        places = [*(memories[rank] for rank in range(self.size)), self._word.data_ptr()]
-        self._addresses = torch.tensor(places, device=device)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
+        places = [*(memories[rank] for rank in range(self.size)), self._word.data_ptr()]
+        self._addresses = torch.tensor(places, device=device)  # waits for the zeros too
         # not in ``close``: a step that is just being submitted may still write there
         weakref.finalize(self, _give_back, device, memories, self.rank, self._word).atexit = False
 

@@ -1,13 +1,20 @@
-"""The kernel that adds up over ranks, in Triton's interpreter: ranks are processes that share memory, as GPUs do."""
+"""The kernel that adds up over ranks, in Triton's interpreter: ranks are processes that share memory, as GPUs do. And
+how ranks come to share it, on a stand-in for CUDA's driver.
+"""
 
 import os
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanovllm.errors import EngineError
 from nanovllm.ops.kernels import TRITON
+from nanovllm.parallel import peer
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="needs triton")
 
@@ -133,3 +140,80 @@ def test_nobody_overwrites_what_a_late_rank_still_reads():
 
 def test_a_rank_that_waits_in_vain_can_be_freed():
     assert run(ALONE, [0], 2) == ["free"]
+
+
+class Driver:
+    """Allocates and maps numbers in place of memories. One rank, a thread, fails in one function."""
+
+    def __init__(self, failing=(None, None)):
+        self.failing = failing
+        self.here = threading.local()
+        self.held = {}
+
+    def __call__(self, name, *arguments):
+        rank = self.here.rank
+        if (name, rank) == self.failing and name != "cuDeviceGetP2PAttribute":
+            raise EngineError(f"{name} failed: PLANTED.")
+        result = getattr(arguments[0], "_obj", None) if arguments else None
+        if name == "cuMemAlloc_v2":
+            assert arguments[1].value >= 2**23
+            result.value = 1 + rank
+            self.held[rank] = {("cuMemFree_v2", 1 + rank)}
+        elif name == "cuIpcGetMemHandle":
+            assert arguments[1].value == 1 + rank
+            result.reserved[63] = 1 + rank
+        elif name == "cuDeviceGetP2PAttribute":
+            result.value = (name, rank) != self.failing
+        elif name == "cuIpcOpenMemHandle_v2":
+            result.value = 100 * (1 + rank) + arguments[1].reserved[63]
+            self.held[rank].add(("cuIpcCloseMemHandle", result.value))
+        elif name in ("cuMemFree_v2", "cuIpcCloseMemHandle"):
+            self.held[rank].remove((name, arguments[0].value))
+
+
+@pytest.fixture
+def connected(monkeypatch, kit):
+    """Return what ranks that are threads get, and the driver; a faster communicator shows as its memories."""
+
+    def connect(size, *failing):
+        driver = Driver(failing or (None, None))
+        monkeypatch.setattr(peer, "_driver", driver)
+        monkeypatch.setattr(peer, "OneShot", lambda below, device, memories: memories)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
+
+        def work(below):
+            driver.here.rank = below.rank
+            found = peer.one_shot(below, torch.device("cpu", below.rank))
+            return "NCCL" if found is below else found
+
+        return kit.on_ranks(size, work), driver
+
+    return connect
+
+
+def test_every_rank_maps_the_memories_of_all_others(connected):
+    found, driver = connected(3)
+    assert found == [{0: 1, 1: 102, 2: 103}, {0: 201, 1: 2, 2: 203}, {0: 301, 1: 302, 2: 3}]
+    assert [len(driver.held[rank]) for rank in range(3)] == [3, 3, 3]
+
+
+FUNCTIONS = ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuIpcGetMemHandle", "cuDeviceGetP2PAttribute", "cuIpcOpenMemHandle_v2"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_where_one_rank_cannot_all_leave_it_to_nccl_and_keep_nothing(connected, caplog, name, rank):
+    found, driver = connected(3, name, rank)
+    assert found == ["NCCL"] * 3
+    assert not any(driver.held.values())
+    (why,) = [text for text in caplog.messages if text.startswith(f"rank {rank} leaves all sums to NCCL: ")]
+    assert "PLANTED" in why or f"device {rank} has no access in the memory of device" in why
+    assert len(caplog.messages) == 3
+
+
+def test_without_triton_there_is_nothing_to_share(connected, caplog, monkeypatch):
+    monkeypatch.setattr(peer, "TRITON", False)
+    found, driver = connected(2)
+    assert found == ["NCCL"] * 2 and not driver.held
+    assert "leaves all sums to NCCL: Triton is not installed." in caplog.text
