@@ -78,7 +78,7 @@ class OneShot:
 
         No call of CUDA comes before they are free: one might wait for them.
         """
-        self._word.fill_(RELEASE)
+        ctypes.c_int64.from_address(self._word.data_ptr()).value = RELEASE
         self._below.close()
 
 
@@ -99,12 +99,15 @@ def one_shot(below: NCCL, device: torch.device) -> Connection:
         except EngineError as error:
             obstacle = str(error)
         failed = below.all_gather(torch.tensor([bool(obstacle)], dtype=torch.int32, device=device)).any()
-    if failed:
-        _give_back(device, memories, below.rank)
-        logger.warning("rank %d leaves all sums to NCCL: %s", below.rank, obstacle or "another rank has to")
-        return below
-    logger.info("sums of up to %d KB by one kernel over %d GPUs' memories", MOST_BYTES >> 10, below.size)
-    return OneShot(below, device, memories)
+        if failed:
+            own = memories.pop(below.rank, None)
+            _give_back(device, memories, below.rank)
+            below.all_gather(words).cpu()  # nobody has it mapped any more
+            _give_back(device, {} if own is None else {below.rank: own}, below.rank)
+            logger.warning("rank %d leaves all sums to NCCL: %s", below.rank, obstacle or "another rank has to")
+            return below
+        logger.info("sums of up to %d KB by one kernel over %d GPUs' memories", MOST_BYTES >> 10, below.size)
+        return OneShot(below, device, memories)
 
 
 def _offer(memories: dict[int, int], own: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -58,14 +59,18 @@ class Ranks:
             process.kill()
             process.communicate()
 
-    def end(self, seconds=240):
-        """Wait until all have ended well; the first that has not ends all."""
+    def wait(self, process, seconds=240):
+        """Wait until one has ended; the first that ends badly ends the test."""
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in self.processes):
-            assert not any(process.poll() for process in self.processes), self.told()
+        while process.poll() is None:
+            assert not any(other.poll() for other in self.processes if other is not process), self.told()
             assert time.monotonic() < deadline, self.told()
             time.sleep(0.02)
-        assert not any(process.poll() for process in self.processes), self.told()
+        return process.returncode
+
+    def end(self):
+        """Wait until all have ended well."""
+        assert [self.wait(process) for process in self.processes] == [0] * len(self.processes), self.told()
 
     def told(self):
         return "\n".join(text.read_text() for text in self.texts)
@@ -89,12 +94,11 @@ def test_where_one_rank_cannot_all_leave_it_to_nccl(tmp_path):
 def test_a_killed_rank_frees_the_other_and_its_memory_comes_back(tmp_path, case):
     with Ranks(tmp_path, case, 2) as ranks:
         left, killed = ranks.processes
-        killed.wait(120)
-        assert killed.returncode == -9, ranks.told()
+        assert ranks.wait(killed) == -signal.SIGKILL, ranks.told()
         left.stdin.write(b"it is gone\n")
         left.stdin.flush()
-        left.wait(30)
-        assert left.returncode == 0, ranks.told()
+        ranks.processes.remove(killed)
+        assert ranks.wait(left, 30) == 0, ranks.told()
 
 
 def test_two_engines_at_once(tmp_path):
