@@ -12,6 +12,8 @@ Ranks are processes, started afresh without the user's main module, which end wh
 fixed name or port: channels are inherited, gloo's ranks meet through a file in a private folder and listen on the
 loopback, NCCL's get their id through the channel. After the start no pickle and no code travels (``messages``).
 
+Small sums of a decode step are made by a kernel that reads the other GPUs' memories (``peer``), all others by NCCL.
+
 When a rank dies, stops answering or fails, a guard thread ends all of them: every request gets an EngineError, and
 a new engine can start at once (``group``, ``guard``).
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.parallel.communicator import NCCL, Connection, Gloo
+from nanovllm.parallel.peer import one_shot
 from nanovllm.parallel.shard import first_kv_head, shard, share
 
 
@@ -56,7 +57,8 @@ class Rank:
     def join(self, identity: bytes, store: Path) -> None:
         """Meet the other ranks; returns when all have come."""
         if self.device.type == "cuda":
-            self._connection = NCCL(identity, self.rank, self.size, self.device)
+            self._connection = nccl = NCCL(identity, self.rank, self.size, self.device)
+            self._connection = one_shot(nccl, self.device)
         else:
             self._connection = Gloo(store, self.rank, self.size)
             self.agree(0)  # all have read the store: it may go
