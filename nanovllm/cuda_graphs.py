@@ -134,7 +134,6 @@ class DecodeGraphs:
         self._steps = 0
         self._recorded: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._arrivals = torch.zeros(self.sizes[-1] + 1, cache.data.shape[4], dtype=torch.int32, device=device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def prepare(self) -> None:
@@ -252,7 +251,7 @@ class DecodeGraphs:
         field["slots"].fill_(-1)
         plan = self.backend.graph_plan(
             decodes, field["owners"][: cuts.parts], field["rest"][: cuts.rest], field["shared"][: cuts.shared],
-            field["tables"], self._arrivals, longest=cuts.long * 2**31, chunk=cuts.chunk, one_tile=self.deterministic,
+            field["tables"], longest=cuts.long * 2**31, chunk=cuts.chunk, one_tile=self.deterministic,
         )  # fmt: skip
 
         def step() -> Tensor:

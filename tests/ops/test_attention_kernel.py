@@ -445,37 +445,14 @@ def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
     there = {name: torch.tensor(array, dtype=torch.int32, device=DEVICE) for name, array in field.items()}
     plan = paged.graph_plan(
         there["decodes"], there["owners"][: cuts.parts], there["rest"][: cuts.rest], there["shared"][: cuts.shared],
-        torch.tensor(blocks, device=DEVICE), zeros(rows + 1, case), longest=0, chunk=cuts.chunk,
+        torch.tensor(blocks, device=DEVICE), longest=0, chunk=cuts.chunk,
     )  # fmt: skip
     query = torch.cat((case.query, case.query.new_full((rows + 1 - number, *case.query.shape[1:]), torch.nan)))
     for window in (None, 70):
         out = paged.attend(query, case.keys, case.values, plan, 0.25, window)
         torch.testing.assert_close(out[:number], case.by_reference(0.25, window), rtol=5e-6, atol=5e-6)
-        assert not plan.arrivals.any()
         if DEVICE.type == "cpu":  # where what is allocated is poisoned
             assert out[number:].isnan().all()
-
-
-def zeros(decodes, case):
-    """What the parts of that many decodes are counted with."""
-    return torch.zeros(decodes, case.keys.shape[2], dtype=torch.int32, device=DEVICE)
-
-
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(2, 2, 64), (3, 1, 80), (1, 2, 16)])
-def test_who_comes_last_adds_the_parts(group, kv_heads, head_dim, window):
-    """The same bits as from the kernel that adds them, and zeros again: the next layer counts with them too."""
-    lens = [200, 64, 333, 65, 1]
-    case = make_case([1] * 5, lens, group=group, kv_heads=kv_heads, head_dim=head_dim)
-    plan = paged.plan(case.query_lens, case.context_lens, case.tables, 16, DEVICE, chunk=64)
-    plan = replace(plan, processors=MANY)
-    assert plan.splits(kv_heads, window) and plan.owners.shape[0] <= paged.FEW_CHUNKS * len(lens)
-    expected = paged.attend(case.query, case.keys, case.values, plan, 0.25, window)
-    counting = replace(plan, arrivals=zeros(len(lens), case))
-    for _ in range(3):
-        found = paged.attend(case.query, case.keys, case.values, counting, 0.25, window)
-        assert torch.equal(found, expected) and not counting.arrivals.any()
-    torch.testing.assert_close(found, case.by_reference(0.25, window), rtol=5e-6, atol=5e-6)
 
 
 def test_the_fewer_decodes_the_shorter_their_chunks(monkeypatch):

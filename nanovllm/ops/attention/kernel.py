@@ -183,40 +183,6 @@ def _add_parts(mixed, weight, top, more, more_weight, more_top, PARTS: tl.conste
 
 
 @triton.jit
-def _sum_parts(
-    parts, first, num_heads, heads, live, count, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Add the ``count`` parts of a decode from number ``first`` on, for some heads: sums [heads, DIM] and weights.
-
-    ``TOGETHER`` of them are loaded at once. ``AT_ONCE`` = 1: from left to right, as one program for all chunks does it;
-    else, for one head, so many in any order that depends on nothing but their number, none waiting for the other.
-    """
-    dims = tl.arange(0, DIM)
-    numbers = tl.arange(0, AT_ONCE)
-    total = tl.zeros([heads.shape[0], DIM], tl.float32)
-    total_weight = tl.zeros([heads.shape[0]], tl.float32)
-    total_top = tl.where(live, float("-inf"), 0.0)  # for nobody: -inf from -inf is no number
-    for start in range(0, count, TOGETHER):
-        # unrolled, so that the loads of several parts are under way at once; adding an empty one changes nothing
-        for ahead in tl.static_range(0, TOGETHER, AT_ONCE):
-            there = (numbers + start + ahead < count) & live
-            part = (first + numbers + start + ahead).to(tl.int64)
-            at = parts + (part * num_heads + heads) * (HEAD_DIM + 2)
-            mixed = tl.load(at[:, None] + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-            weight = tl.load(at + HEAD_DIM, mask=there, other=0.0)
-            top = tl.load(at + HEAD_DIM + 1, mask=there, other=float("-inf"))
-            if AT_ONCE > 1:
-                highest = tl.max(top, 0)
-                fade = tl.exp2(top - highest)
-                mixed = tl.sum(mixed * fade[:, None], 0)[None, :]
-                weight = tl.sum(weight * fade, 0) + tl.zeros([1], tl.float32)
-                top = highest + tl.zeros([1], tl.float32)
-            total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
-    return total, total_weight
-
-
-@triton.jit
 def _fetch(
     cache, table, begin, stop, kv_head, block_stride, slot_stride, head_stride, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -277,8 +243,8 @@ def _keep(place, row, scales, head, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["split"])
 def _decode(
-    query, keys, values, key_scales, value_scales, q_norm, k_norm, eps, cos, sin, out, parts, arrivals, decodes, owners,
-    rest, tables, split, factor, row_stride, query_head_stride, angle_stride, block_stride, slot_stride, head_stride,
+    query, keys, values, key_scales, value_scales, q_norm, k_norm, eps, cos, sin, out, parts, decodes, owners, rest,
+    tables, split, factor, row_stride, query_head_stride, angle_stride, block_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -290,9 +256,6 @@ def _decode(
     in the cache: what ``rotate_and_store`` would do is done here, by each program for its queries and by that of the
     last chunk for the key and the value. ``AHEAD``: tokens whose keys and values are asked for before the kernel in
     front has ended.
-
-    With ``arrivals`` [decodes, key-value heads], of zeros, the last of a decode's programs to have its part adds all of
-    them, in the order of the context, and leaves a zero. Else ``_join`` adds them.
     """
     FLOAT8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     PARTS: tl.constexpr = 2 if FLOAT8 and HEAD_DIM % 2 == 0 and DIM >= 32 else 1
@@ -413,28 +376,6 @@ def _decode(
             tl.store(place[:, None] + (dims * PARTS + index)[None, :], total[index], mask=mask)
         tl.store(place + HEAD_DIM, total_weight, mask=lanes < GROUP)
         tl.store(place + HEAD_DIM + 1, total_top, mask=lanes < GROUP)
-        if arrivals is not None:
-            count = tl.cdiv(context - first, chunk)
-            arrivals += owner * tl.num_programs(0) + kv_head
-            tl.debug_barrier()  # one thread speaks for all of the program
-            if tl.atomic_add(arrivals, 1) == count - 1:
-                tl.store(arrivals, 0)
-                few = tl.arange(0, triton.next_power_of_2(GROUP))
-                its = kv_head * GROUP + few
-                first_part = tl.load(decodes + owner * 5 + 4)
-                sums, weights = _sum_parts(parts, first_part, num_heads, its, few < GROUP, count, HEAD_DIM, DIM, 8, 1)
-                _finish(out, row * num_heads + its, few < GROUP, sums, weights, value_scales, kv_head, HEAD_DIM, DIM)
-
-
-@triton.jit
-def _finish(out, heads, live, total, weight, value_scales, kv_head, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Write what some heads, rows of ``out``, attend to."""
-    dims = tl.arange(0, DIM)
-    result = total / tl.where(live, weight, 1.0)[:, None]
-    if value_scales is not None:
-        result *= tl.load(value_scales + kv_head)
-    pointers = out + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=live[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -496,7 +437,11 @@ def _join(
     parts, value_scales, out, decodes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     DIM: tl.constexpr, TOGETHER: tl.constexpr, ORDERED: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of one head of one decode; nothing to do if it has one. See ``_sum_parts``."""
+    """Add the chunks of one head of one decode; nothing to do if it has one. ``TOGETHER`` of them are loaded at once.
+
+    ``ORDERED``: from left to right, as one program for all chunks does it; else in any order that depends on nothing
+    but their number, without one waiting for the other.
+    """
     release(WAITS)
     head = tl.program_id(0)
     num_heads = tl.num_programs(0)
@@ -509,14 +454,36 @@ def _join(
     if seen <= chunk:
         wait(WAITS)
         return
-    first = tl.load(decodes + owner * 5 + 4)
+    count = tl.cdiv(seen, chunk)
+    place = parts + (tl.load(decodes + owner * 5 + 4).to(tl.int64) * num_heads + head) * (HEAD_DIM + 2)
+    dims = tl.arange(0, DIM)
     one = tl.arange(0, 1)
-    wait(WAITS)
+    total = tl.zeros([1, DIM], tl.float32)
+    total_weight = tl.zeros([1], tl.float32)
+    total_top = tl.full([1], float("-inf"), tl.float32)
     AT_ONCE: tl.constexpr = 1 if ORDERED else TOGETHER
-    total, weight = _sum_parts(
-        parts, first, num_heads, head + one, one == 0, tl.cdiv(seen, chunk), HEAD_DIM, DIM, TOGETHER, AT_ONCE
-    )
-    _finish(out, row * num_heads + head + one, one == 0, total, weight, value_scales, head // GROUP, HEAD_DIM, DIM)
+    numbers = tl.arange(0, AT_ONCE)
+    wait(WAITS)
+    for start in range(0, count, TOGETHER):
+        # unrolled, so that the loads of several chunks are under way at once; adding an empty chunk changes nothing
+        for ahead in tl.static_range(0, TOGETHER, AT_ONCE):
+            live = numbers + start + ahead < count
+            at = place + (numbers + start + ahead).to(tl.int64) * num_heads * (HEAD_DIM + 2)
+            mixed = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+            weight = tl.load(at + HEAD_DIM, mask=live, other=0.0)
+            top = tl.load(at + HEAD_DIM + 1, mask=live, other=float("-inf"))
+            if not ORDERED:
+                highest = tl.max(top, 0)
+                fade = tl.exp2(top - highest)
+                mixed = tl.sum(mixed * fade[:, None], 0)[None, :]
+                weight = tl.sum(weight * fade, 0) + tl.zeros([1], tl.float32)
+                top = highest + tl.zeros([1], tl.float32)
+            total, total_weight, total_top = _add(total, total_weight, total_top, mixed, weight, top)
+    pointers = out + (row * num_heads + head + one[:, None]) * HEAD_DIM + dims[None, :]
+    result = total / total_weight[:, None]
+    if value_scales is not None:
+        result *= tl.load(value_scales + head // GROUP)
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -634,8 +601,8 @@ def sum_shared(
 
 def decode(
     query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, fresh: Fresh,
-    out: Tensor, parts: Tensor | None, arrivals: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None,
-    tables: Tensor, scale: float, window: int | None, ahead: int, ordered: bool, block_n: int, warps: int, stages: int,
+    out: Tensor, parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor,
+    scale: float, window: int | None, ahead: int, ordered: bool, block_n: int, warps: int, stages: int,
     registers: int | None = None,
 ) -> None:  # fmt: skip
     """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
@@ -643,26 +610,23 @@ def decode(
     ``fresh``: what ``query``, which then has keys and values too, still lacks. ``ahead``: tokens, a power of 2, whose
     keys and values each program asks for early. ``ordered``: add parts from left to right, which gives the same bits
     whether contexts are cut or not, and is faster while they are few.
-    ``arrivals``: zeros, int32 [decodes, key-value heads], and zeros again afterwards; with them ``ordered`` parts need
-    no kernel of their own, and ``rest`` must be None.
     ``rest``: the chunks that are left to do, if ``parts`` has the sums of some already; None: all of them.
     ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
     """
     assert keys.stride() == values.stride()
     numbers, widths = _widths(query, keys, scale, window)
     split = 0 if parts is None else 1 if rest is None else 2
-    assert arrivals is None or (split == 1 and ordered), "others are added by a kernel of their own"
     programs = (decodes, owners, rest)[split].shape[0]
     angle_stride = 0 if fresh.cos is None else fresh.cos.stride(0)
     if programs:
         _decode[keys.shape[2], programs](
-            query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, arrivals, decodes,
-            owners, owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
+            query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
+            owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
             ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, AHEAD=ahead,
             NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
             maxnreg=registers, **launch_options(query),
         )  # fmt: skip
-    if split and arrivals is None:
+    if split:
         names = ("GROUP", "HEAD_DIM", "WINDOW", "DIM", "enable_fp_fusion")
         _join[query.shape[1], decodes.shape[0]](
             parts, value_scales, out, decodes, **{name: widths[name] for name in names},

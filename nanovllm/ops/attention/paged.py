@@ -10,10 +10,9 @@
 
 A decode's context is cut into chunks of MIN_CHUNK tokens, longer ones where that would make more than MAX_CHUNKS. If
 there are enough decodes to keep the device busy, one program takes all chunks of a request in turn, and the longest
-start first; if not, each chunk is a program (a *part*). The last program of a request to be done adds its parts; where
-they are many, or there is nothing to count programs with, a second kernel does. A request's chunks depend on its own
-context alone, and with tiles of one size and parts added in order the two ways give the same bits. Each way has tiles
-of its own, though, for one wants many programs on a processor and the other few that load much at once, and
+start first; if not, each chunk is a program (a *part*), and a second kernel adds the parts. A request's chunks depend
+on its own context alone, and with tiles of one size and parts added in order the two ways give the same bits. Each way
+has tiles of its own, though, for one wants many programs on a processor and the other few that load much at once, and
 parts are added all at once: the last bits of a decode may depend on whether its step is cut, and so on how many others
 there are.
 
@@ -105,7 +104,7 @@ FLOAT8_TILES = ((64, 2, 3), (64, 2, 2), (32, 2, 2), (16, 4, 2))
 """Of contexts in one piece in a cache of float8: twice the keys are as many bytes, and half the warps share less work
 that all of them do."""
 
-CUT_TILES = ((64, 4, 3, 168), (64, 4, 2), (32, 4, 2), (16, 4, 2))
+CUT_TILES = ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 2))
 """Of contexts that are cut into the shortest chunks; of float8 too."""
 
 SHARED_ROWS = 64
@@ -147,8 +146,6 @@ class Plan:
     """Whether contexts are cut, where a CUDA graph has fixed that; None: as it suits each layer's window."""
     one_tile: bool = False
     """Whether contexts that are cut have the tile of those that are not."""
-    arrivals: Tensor | None = None
-    """Zeros, int32 [decodes, key-value heads] or more, which every layer leaves as they were."""
 
     def splits(self, kv_heads: int, window: int | None) -> bool:
         """Whether each chunk shall be a program: if they are many and whole contexts would leave processors idle."""
@@ -358,7 +355,7 @@ def find_groups(
 
 
 def graph_plan(
-    decodes: Tensor, owners: Tensor, rest: Tensor, shared: Tensor, tables: Tensor, arrivals: Tensor,
+    decodes: Tensor, owners: Tensor, rest: Tensor, shared: Tensor, tables: Tensor,
     *, longest: int, chunk: int, one_tile: bool = False,
 ) -> Plan:  # fmt: skip
     """Return a plan for a CUDA graph, of decodes alone, whose numbers change from replay to replay.
@@ -383,7 +380,6 @@ def graph_plan(
         chunk=chunk,
         cut=owners.shape[0] > 0 and shared.shape[0] == 0,
         one_tile=one_tile,
-        arrivals=arrivals,
     )
 
 
@@ -479,10 +475,9 @@ def _decode(
     early = parts is not None and plan.decodes.shape[0] <= EARLY_DECODES + 1  # one is padding
     ahead = plan.chunk if early and plan.chunk < MIN_CHUNK else 0
     ordered = plan.one_tile or plan.owners.shape[0] <= FEW_CHUNKS * plan.decodes.shape[0]
-    arrivals = plan.arrivals if ordered and parts is not None and rest is None else None
     kernel.decode(
-        query, *cache, fresh, out, parts, arrivals, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead,
-        ordered, *_fit(tiles, width, plan.shared_bytes),
+        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead, ordered,
+        *_fit(tiles, width, plan.shared_bytes),
     )  # fmt: skip
 
 
