@@ -2,15 +2,18 @@
 
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any, cast
 
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.admission import expect
 from nanovllm.block_manager import BlockManager
 from nanovllm.build import Built, build
 from nanovllm.checkpoint import find
@@ -42,16 +45,18 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class CachedPrefix:
     """A prefix whose blocks stay in the cache until ``unpin``, or until the ``with`` block ends."""
 
-    def __init__(self, blocks: BlockManager, block_ids: list[int]) -> None:
+    def __init__(self, blocks: BlockManager, block_ids: list[int], turn: RLock) -> None:
         self._blocks = blocks
         self._block_ids = block_ids
+        self._turn = turn
         self.num_tokens = len(block_ids) * blocks.block_size
         """Tokens pinned: whole blocks only."""
 
     def unpin(self) -> None:
         """Let the blocks be evicted again. A second call does nothing."""
-        self._blocks.unpin(self._block_ids)
-        self._block_ids = []
+        with self._turn:
+            self._blocks.unpin(self._block_ids)
+            self._block_ids = []
 
     def __enter__(self) -> "CachedPrefix":
         return self
@@ -64,7 +69,7 @@ class LLM:
     """A model ready to answer. ``options`` are the fields of ``EngineConfig``, in vLLM's names.
 
     Several may live in one process. Memory goes back with ``close()``, at the end of a ``with`` block, or when
-    the last reference goes. Not thread-safe.
+    the last reference goes. Calls from several threads wait for each other; ``AsyncLLM`` serves them together.
 
     Errors: UnknownOptionError, ConfigError and CheckpointError here; RequestError from ``generate`` and its kind,
     with nothing computed and the engine as it was; EngineError if a step fails.
@@ -86,14 +91,16 @@ class LLM:
         if trace is not None:
             trace.begin(self, self._built, self.config)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
+        self._turn = RLock()  # of the thread whose call may change the engine
 
     def close(self) -> None:
         """Give back the memory of model and cache. Later calls raise EngineError; a second close does nothing."""
-        built, self._built = self._built, None
-        self._mail.clear()
-        if built is not None:
-            built.engine.close()
-            built.close()
+        with self._turn:
+            built, self._built = self._built, None
+            self._mail.clear()
+            if built is not None:
+                built.engine.close()
+                built.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -213,6 +220,7 @@ class LLM:
     def render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
         variables = options.pop("chat_template_kwargs", None) or {}
+        expect("chat_template_kwargs", variables, Mapping, "must be a dict of the template's own variables")
         known = {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
         if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
             raise RequestError(
@@ -229,13 +237,15 @@ class LLM:
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
         self._need_one("cache_prefix", "data_parallel_size")
-        requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
-        blocks = self.llm_engine.scheduler.blocks
-        return CachedPrefix(blocks, blocks.pin(requests[0]))
+        with self._turn:
+            requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
+            blocks = self.llm_engine.scheduler.blocks
+            return CachedPrefix(blocks, blocks.pin(requests[0]), self._turn)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
-        return self.llm_engine.scheduler.blocks.reset_prefix_cache()
+        with self._turn:
+            return self.llm_engine.scheduler.blocks.reset_prefix_cache()
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict().items()``).
@@ -246,18 +256,19 @@ class LLM:
         Raises, with nothing changed: EngineError while requests or pinned prefixes are alive; CheckpointError for a
         name that the model does not have or that comes twice, and for another shape.
         """
-        built = self._alive()
-        self._need_one("update_weights", "tensor_parallel_size", "data_parallel_size")
-        if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
-            raise EngineError(
-                "weights cannot change under requests and pinned prefixes, whose keys and values are of the old ones. "
-                "Finish or abort the requests, and unpin the prefixes."
-            )
-        facts = built.plan
-        try:
-            update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
-        finally:
-            self.reset_prefix_cache()
+        with self._turn:
+            built = self._alive()
+            self._need_one("update_weights", "tensor_parallel_size", "data_parallel_size")
+            if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
+                raise EngineError(
+                    "weights cannot change under requests and pinned prefixes, whose keys and values are of the old "
+                    "ones. Finish or abort the requests, and unpin the prefixes."
+                )
+            facts = built.plan
+            try:
+                update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
+            finally:
+                self.reset_prefix_cache()
 
     def _need_one(self, what: str, *names: str) -> None:
         """Refuse what reaches no other process, where there are others that hold the model."""
@@ -271,7 +282,7 @@ class LLM:
         return self._built
 
     def _conversations(self, messages: Conversations, options: Mapping[str, Any]) -> list[TokensPrompt]:
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        one = not isinstance(messages, Sequence) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         return [self.render(conversation, **options) for conversation in conversations]
 
@@ -288,13 +299,7 @@ class LLM:
             for place, (text, tokens, salt) in enumerate(self._encode(prompts)):
                 try:
                     request = engine.add_request(
-                        None,
-                        tokens,
-                        each[place],
-                        prompt=text,
-                        priority=order[place],
-                        cache_salt=salt,
-                        stream=stream,
+                        None, tokens, each[place], prompt=text, priority=order[place], cache_salt=salt, stream=stream
                     )
                 except RequestError as error:
                     where = f"prompt {place} of {number}: " if number > 1 else ""
@@ -316,7 +321,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, priority: Priority, use_tqdm: bool | Callable[..., Any]
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Queue the prompts of a call and step until they have finished; Ctrl-C comes between two steps."""
-        with HeldBack() as ctrl_c, old_objects_kept():
+        with self._turn, HeldBack() as ctrl_c, old_objects_kept():
             requests = self._add(prompts, params, priority, stream=False)
             return requests, self._finished(requests, use_tqdm, ctrl_c)
 
@@ -326,7 +331,8 @@ class LLM:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
         finished: dict[str, RequestOutput] = {}
-        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        hidden = not use_tqdm or (make_bar is tqdm and sys.stderr is None)  # None: a program without a terminal
+        bar = make_bar(total=len(requests), desc="Processed prompts", disable=hidden, dynamic_ncols=True)
         try:
             while len(finished) < len(requests):
                 ctrl_c.check()
@@ -356,21 +362,22 @@ class LLM:
         places: dict[str, str] = {}
         mail = deque[RequestOutput]()
         try:
-            with HeldBack():
+            with self._turn, HeldBack():
                 requests = self._add(prompts, params, priority, stream=True)
                 places = {request.request_id: str(place) for place, request in enumerate(requests)}
                 self._mail |= dict.fromkeys(places, mail)
             pending = len(requests)
             while pending:
                 while not mail:
-                    with HeldBack():
-                        self._step()
+                    with self._turn, HeldBack():
+                        if not mail:  # another thread's step may have brought some
+                            self._step()
                 output = mail.popleft()
                 pending -= output.finished
                 output.request_id = places[output.request_id]
                 yield output
         finally:
-            with HeldBack():
+            with HeldBack(), self._turn:
                 self._abort(requests)
                 for request_id in places:
                     self._mail.pop(request_id, None)
