@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, shown
 from nanovllm.tokenizer import Message, Tokenizer
 
 MAX_TURNS = 500_000
@@ -91,10 +91,16 @@ def render(
 
 def run(source: str, variables: Mapping[str, Any]) -> str:
     """Render a template within the bounds. Raises RequestError."""
-    if len(source) > MAX_SOURCE:
+    if isinstance(source, str) and len(source) > MAX_SOURCE:
         raise RequestError(
             f"the chat template has {len(source)} characters; it may have {MAX_SOURCE}.", parameter="chat_template"
         )
+    if not isinstance(source, str) or "{" not in source:
+        raise RequestError(
+            f"chat_template is {shown(source)}; it must be Jinja source, which says in braces where the messages go. "
+            "If a file holds it, read that first.",
+            parameter="chat_template", value=source,
+        )  # fmt: skip
     bounds = Bounds()
     try:
         return "".join(Environment(bounds).from_string(source).generate(**variables))
