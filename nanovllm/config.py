@@ -144,9 +144,7 @@ class EngineConfig:
             share = self.gpu_memory_utilization
             _refuse("gpu_memory_utilization", share, "must lie in (0, 1]; 0.9 leaves room for other programs")
         if self.target_itl_ms is not None and not 0.0 < self.target_itl_ms < float("inf"):
-            _refuse(
-                "target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0, or None for no target"
-            )
+            _refuse("target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0; None: no target")
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":

@@ -20,7 +20,7 @@ from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.interrupts import HeldBack, old_objects_kept
+from nanovllm.interrupts import HeldBack, no_collection, old_objects_kept
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
@@ -323,7 +323,10 @@ class LLM:
         """Queue the prompts of a call and step until they have finished; Ctrl-C comes between two steps."""
         with self._turn, HeldBack() as ctrl_c, old_objects_kept():
             requests = self._add(prompts, params, priority, stream=False)
-            return requests, self._finished(requests, use_tqdm, ctrl_c)
+            try:
+                return requests, self._finished(requests, use_tqdm, ctrl_c)
+            finally:
+                self._abort(requests)
 
     def _finished(
         self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any], ctrl_c: HeldBack
@@ -351,7 +354,6 @@ class LLM:
             raise
         finally:
             bar.close()
-            self._abort(requests)
         return [finished[request.request_id] for request in requests]
 
     def _stream(
@@ -388,7 +390,8 @@ class LLM:
         if not engine.has_unfinished_requests:
             raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
         try:
-            return self._sort(engine.step())
+            with no_collection():  # it would end a forgotten stream in the middle of a step
+                return self._sort(engine.step())
         except EngineError as error:
             error.outputs = self._sort(error.outputs)
             raise

@@ -614,6 +614,41 @@ def test_calls_from_several_threads_wait_for_each_other(open_llm):
         sys.setswitchinterval(often)
 
 
+def test_a_bar_that_cannot_be_made_leaves_no_request(open_llm):
+    llm = open_llm()
+
+    def make_bar(**options):
+        raise ImportError("no widgets here")
+
+    with pytest.raises(ImportError, match="no widgets"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=make_bar)
+    assert not llm.llm_engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("part", ["schedule", "update"])
+def test_a_forgotten_stream_is_not_ended_in_the_middle_of_a_step(open_llm, monkeypatch, part):
+    llm = open_llm()
+    expected = joined(llm.stream(PROMPTS[0], GREEDY))
+    scheduler = llm.llm_engine.scheduler
+    whole, seen = getattr(scheduler, part), []
+
+    def collect_and_go_on(*arguments):
+        held = scheduler.blocks.num_held
+        [[] for _ in range(2000)]  # enough that garbage is due
+        seen.append(scheduler.blocks.num_held - held)
+        return whole(*arguments)
+
+    monkeypatch.setattr(scheduler, part, collect_and_go_on)
+    forgotten = llm.stream(PROMPTS, GREEDY)
+    next(forgotten)
+    cycle = [forgotten]
+    cycle.append(cycle)
+    del forgotten, cycle
+    assert joined(llm.stream(PROMPTS[0], GREEDY)) == expected
+    assert not any(seen)
+    gc.collect()
+
+
 def test_a_program_without_standard_error(folders, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, and in some services
     with LLM(folders["llama"], dtype="float32", num_gpu_blocks_override=64) as llm:
