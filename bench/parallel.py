@@ -1,13 +1,14 @@
 """What a second GPU brings: tokens a second and the time of a step, of one engine, with a second rank, with a replica.
 
-    python3 bench/parallel.py [--shape 0.6b|8b|32b|tiny] [--engines 1x1 2x1 1x2] [--requests 256] [--length 256]
+    python3 bench/parallel.py [--shape SHAPE] [--engines 1x1 2x1 1x2] [--requests 256] [--length 256] [--weak]
 
 An engine is written as ranks x replicas: 2x1 is tensor_parallel_size=2, 1x2 data_parallel_size=2. Random weights of
 Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate comes first: greedy
 tokens of a small model are the same for each engine (on GPUs, in bfloat16: log-probabilities are close until tokens
 differ). Then for each: seconds to start, tokens a second, milliseconds of a step of one request, and with replicas the
-largest one's part of the output tokens. ``--profile`` prints the kernels of some steps of one request, NCCL's among
-them. The last line is JSON; ratios are to the first engine.
+largest one's part of the output tokens. ``--weak`` gives N replicas N times the requests: with as many as one engine
+has, each replica's steps are smaller, and read as many weights. ``--profile`` prints the kernels of some steps of one
+request, NCCL's among them. The last line is JSON; ratios are to the first engine.
 
 On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on
 one thread than on two: a ratio there says little of replicas. ``--threads=1`` gives every process one.
@@ -19,6 +20,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,8 @@ def gate(folder: Path, engines: list[Engine], device: str) -> None:
 def measure(path: str, engine: Engine, arguments: argparse.Namespace) -> dict[str, float]:
     rng = random.Random(0)
     vocab = SHAPES[arguments.shape]["vocab_size"]
-    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(100, 1024))] for _ in range(arguments.requests)]
+    number = arguments.requests * (engine[1] if arguments.weak else 1)
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(100, 1024))] for _ in range(number)]
     lengths = [rng.randint(min(100, arguments.length), arguments.length) for _ in prompts]
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
     started = time.perf_counter()
@@ -127,7 +130,8 @@ def measure(path: str, engine: Engine, arguments: argparse.Namespace) -> dict[st
             steps += [after - before for before, after in pairwise(times[2:])]
         if arguments.profile:
             profile(llm, prompts[0][:100], one)
-        llm.generate(prompts, params, use_tqdm=False)  # graphs and kernels of all sizes
+        short = [replace(one, max_tokens=1 + place % 16) for place, one in enumerate(params)]
+        llm.generate(prompts, short, use_tqdm=False)  # graphs and kernels of all sizes
         begun = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begun
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=64, help="tokens of each request that is timed alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--weak", action="store_true", help="so many requests for each replica")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--threads", type=int, help="torch's threads of all processes together, on a CPU")
     arguments = parser.parse_args()

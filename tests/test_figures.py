@@ -83,3 +83,13 @@ def test_where_there_is_nothing_to_draw_one_line_says_so(tmp_path, text, message
     done, target = draw(tmp_path, text)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
     assert not target.exists()
+
+
+def test_the_figure_that_readme_shows_is_drawn_from_the_figures_beside_it(tmp_path):
+    source = SCRIPT.parent / "sweep.json"
+    done, target = draw(tmp_path, source.read_text())
+    assert done.returncode == 0, done.stderr
+    assert target.read_text() == (SCRIPT.parent / "throughput.svg").read_text(), "draw it again: see throughput.py"
+    found = json.loads(source.read_text())
+    assert [row["batch_size"] for row in found["sweep"]] == list(SIZES) and found["gate"]
+    assert "docs/figures/throughput.svg" in (SCRIPT.parents[2] / "README.md").read_text()

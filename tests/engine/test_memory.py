@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm import AsyncLLM, RequestOutputKind, SamplingParams
 from nanovllm.async_llm import Inbox
+from nanovllm.interrupts import old_objects_kept
 from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from nanovllm.request import Request
 from nanovllm.sampler import StepScores
@@ -161,3 +162,16 @@ def test_what_was_there_before_a_call_is_not_looked_at_within_it_and_is_after_it
         assert gc.get_freeze_count() > before - 1000, "they are the program's: they stay frozen"
     finally:
         gc.unfreeze()
+
+
+def test_what_an_interpreter_freezes_at_its_start_is_not_the_programs(monkeypatch):
+    """Python 3.12 has 375 frozen objects before the first line."""
+    calls = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    for count, expected in ((0, ["freeze", "unfreeze"]), (375, ["freeze", "unfreeze"]), (100_000, [])):
+        monkeypatch.setattr(gc, "get_freeze_count", lambda count=count: count)
+        calls.clear()
+        with old_objects_kept():
+            assert calls == expected[:1]
+        assert calls == expected
