@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from threading import RLock
 from typing import Any, cast
@@ -42,7 +43,7 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class CachedPrefix:
+class CachedPrefix(AbstractContextManager["CachedPrefix"]):
     """A prefix whose blocks stay in the cache until ``unpin``, or until the ``with`` block ends."""
 
     def __init__(self, blocks: BlockManager, block_ids: list[int], turn: RLock) -> None:
@@ -57,9 +58,6 @@ class CachedPrefix:
         with self._turn:
             self._blocks.unpin(self._block_ids)
             self._block_ids = []
-
-    def __enter__(self) -> "CachedPrefix":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.unpin()
@@ -109,9 +107,8 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._built is None else f"{self._built.plan.model.architecture} on {self._built.plan.device}"
-        )
+        built = self._built
+        state = f"{built.plan.model.architecture} on {built.plan.device}" if built is not None else "closed"
         return f"<LLM {self.config.model!r}: {state}>"
 
     @property
@@ -130,9 +127,8 @@ class LLM:
         """Return what the model's generation_config.json recommends, over our own defaults."""
         if self.config.generation_config != "auto":
             return SamplingParams()
-        names = {"max_new_tokens": "max_tokens"} | {
-            name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        }
+        same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
         known = self._alive().generation_config
         return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
 
