@@ -141,7 +141,7 @@ class EngineConfig:
             if value is not None and value < least:
                 _refuse(name, value, f"must be a whole number of at least {least}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]; 0.9 spares some room")
+            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]; 0.9 leaves some room")
         if self.target_itl_ms is not None and not 0.0 < self.target_itl_ms < float("inf"):
             _refuse("target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0; None: no target")
 

@@ -243,8 +243,8 @@ class LLM:
         with self._turn:
             return self.llm_engine.scheduler.blocks.reset_prefix_cache()
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict().items()``).
+    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Write new weights over the old ones, in place, under the checkpoint's own names (a ``state_dict()`` or pairs).
 
         What is not named keeps its values, so several calls may bring a model in pieces; each call holds its tensors
         until all are checked. The prefix cache is emptied. Any floating-point type and device will do.
@@ -262,7 +262,8 @@ class LLM:
                 )
             facts = built.plan
             try:
-                update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
+                named = tensors.items() if isinstance(tensors, Mapping) else tensors
+                update_weights(built.model, named, facts.device, facts.storage, deterministic=facts.deterministic)
             finally:
                 self.reset_prefix_cache()
 
