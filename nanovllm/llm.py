@@ -244,7 +244,7 @@ class LLM:
             return self.llm_engine.scheduler.blocks.reset_prefix_cache()
 
     def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Write new weights over the old ones, in place, under the checkpoint's own names (a ``state_dict()`` or pairs).
+        """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict()`` or pairs).
 
         What is not named keeps its values, so several calls may bring a model in pieces; each call holds its tensors
         until all are checked. The prefix cache is emptied. Any floating-point type and device will do.
