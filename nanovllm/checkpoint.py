@@ -49,7 +49,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a folder, a file of a known format, or what a name stands for. Raises CheckpointError."""
     path = Path(model).expanduser()
-    if not path.exists():
+    if not model or not path.exists():  # an empty one would be the current folder
         path = find(RESOLVER)(model, revision=revision, download_dir=download_dir, token=token)
     if path.is_dir():
         return FolderCheckpoint(path)

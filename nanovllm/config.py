@@ -35,11 +35,15 @@ CHOICES = {
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
 }
 LEAST = dict.fromkeys(
-    ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
+    ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
      "block_size", "tensor_parallel_size", "data_parallel_size"), 1
-) | {"max_logprobs": -1}  # fmt: skip
-NOT_YET = {"quantization": None}
-"""Options that are known but not built: any value but this one is refused, not ignored."""
+) | {"max_logprobs": -1, "max_model_len": 2}  # fmt: skip
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,), "pipeline_parallel_size": (1,), "distributed_executor_backend": (None,),
+    "tokenizer_revision": (None,), "override_generation_config": (None, {}), "speculative_config": (None,),
+    "enable_lora": (False,), "enable_sleep_mode": (False,), "cpu_offload_gb": (0,),
+}  # fmt: skip
+"""Options of vLLM that are not built: any value but these, which ask for nothing, is refused, not ignored."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -119,7 +123,6 @@ class EngineConfig:
     "run.json" for viewers of Chrome traces beside it; "run.recording.json" is the recording alone."""
     live: int | None = None
     """Serve that page at this port of this machine while the engine runs; 0: at any free one. The log says where."""
-    quantization: str | None = None
     disable_log_stats: bool = False
     """Count nothing: ``get_metrics`` then raises, and no advice is logged."""
     use_tqdm_on_load: bool = True
@@ -138,15 +141,9 @@ class EngineConfig:
             if value is not None and value < least:
                 _refuse(name, value, f"must be a whole number of at least {least}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            share = self.gpu_memory_utilization
-            _refuse("gpu_memory_utilization", share, "must lie in (0, 1]; 0.9 leaves room for other programs")
+            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]; 0.9 leaves some room")
         if self.target_itl_ms is not None and not 0.0 < self.target_itl_ms < float("inf"):
-            _refuse(
-                "target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0, or None for no target"
-            )
-        for name, built in NOT_YET.items():
-            if getattr(self, name) != built:
-                _refuse(name, getattr(self, name), f"is not supported yet; leave it at {built!r}")
+            _refuse("target_itl_ms", self.target_itl_ms, "must be a number of milliseconds above 0; None: no target")
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":
@@ -159,6 +156,9 @@ class EngineConfig:
                 wanted = value is False if name == "enable_chunked_prefill" else bool(value)
                 if wanted:
                     logger.warning("%s=%r is ignored: %s", name, value, IGNORED[name])
+            elif name in NOT_YET:
+                if value not in NOT_YET[name]:
+                    _refuse(name, value, f"is not supported yet; leave it at {NOT_YET[name][0]!r}")
             elif target not in known:
                 raise unknown_option("LLM", name, known | set(ALIASES))
             elif target in found:

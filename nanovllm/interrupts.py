@@ -62,3 +62,15 @@ def old_objects_kept() -> Iterator[None]:
     finally:
         if ours:
             gc.unfreeze()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Within it no garbage is collected, so that no finalizer runs between two lines."""
+    ours = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.enable()

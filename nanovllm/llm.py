@@ -2,22 +2,26 @@
 
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any, cast
 
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.admission import expect
 from nanovllm.block_manager import BlockManager
 from nanovllm.build import Built, build
 from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.interrupts import HeldBack, old_objects_kept
+from nanovllm.interrupts import HeldBack, no_collection, old_objects_kept
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
@@ -39,22 +43,21 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class CachedPrefix:
+class CachedPrefix(AbstractContextManager["CachedPrefix"]):
     """A prefix whose blocks stay in the cache until ``unpin``, or until the ``with`` block ends."""
 
-    def __init__(self, blocks: BlockManager, block_ids: list[int]) -> None:
+    def __init__(self, blocks: BlockManager, block_ids: list[int], turn: RLock) -> None:
         self._blocks = blocks
         self._block_ids = block_ids
+        self._turn = turn
         self.num_tokens = len(block_ids) * blocks.block_size
         """Tokens pinned: whole blocks only."""
 
     def unpin(self) -> None:
         """Let the blocks be evicted again. A second call does nothing."""
-        self._blocks.unpin(self._block_ids)
-        self._block_ids = []
-
-    def __enter__(self) -> "CachedPrefix":
-        return self
+        with self._turn:
+            self._blocks.unpin(self._block_ids)
+            self._block_ids = []
 
     def __exit__(self, *_: object) -> None:
         self.unpin()
@@ -64,7 +67,7 @@ class LLM:
     """A model ready to answer. ``options`` are the fields of ``EngineConfig``, in vLLM's names.
 
     Several may live in one process. Memory goes back with ``close()``, at the end of a ``with`` block, or when
-    the last reference goes. Not thread-safe.
+    the last reference goes. Calls from several threads wait for each other; ``AsyncLLM`` serves them together.
 
     Errors: UnknownOptionError, ConfigError and CheckpointError here; RequestError from ``generate`` and its kind,
     with nothing computed and the engine as it was; EngineError if a step fails.
@@ -86,14 +89,16 @@ class LLM:
         if trace is not None:
             trace.begin(self, self._built, self.config)
         self._mail: dict[str, deque[RequestOutput]] = {}  # by request: where its stream looks for outputs
+        self._turn = RLock()  # of the thread whose call may change the engine
 
     def close(self) -> None:
         """Give back the memory of model and cache. Later calls raise EngineError; a second close does nothing."""
-        built, self._built = self._built, None
-        self._mail.clear()
-        if built is not None:
-            built.engine.close()
-            built.close()
+        with self._turn:
+            built, self._built = self._built, None
+            self._mail.clear()
+            if built is not None:
+                built.engine.close()
+                built.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -102,9 +107,8 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._built is None else f"{self._built.plan.model.architecture} on {self._built.plan.device}"
-        )
+        built = self._built
+        state = f"{built.plan.model.architecture} on {built.plan.device}" if built is not None else "closed"
         return f"<LLM {self.config.model!r}: {state}>"
 
     @property
@@ -123,9 +127,8 @@ class LLM:
         """Return what the model's generation_config.json recommends, over our own defaults."""
         if self.config.generation_config != "auto":
             return SamplingParams()
-        names = {"max_new_tokens": "max_tokens"} | {
-            name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        }
+        same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = {"max_new_tokens": "max_tokens"} | {name: name for name in same}
         known = self._alive().generation_config
         return SamplingParams(**{ours: known[name] for name, ours in names.items() if known.get(name) is not None})
 
@@ -213,6 +216,7 @@ class LLM:
     def render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
         """Render and encode a conversation. The template writes the BOS token, so the tokenizer must not."""
         variables = options.pop("chat_template_kwargs", None) or {}
+        expect("chat_template_kwargs", variables, Mapping, "must be a dict of the template's own variables")
         known = {"add_generation_prompt", "continue_final_message", "tools", "chat_template"}
         if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
             raise RequestError(
@@ -229,16 +233,18 @@ class LLM:
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
         self._need_one("cache_prefix", "data_parallel_size")
-        requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
-        blocks = self.llm_engine.scheduler.blocks
-        return CachedPrefix(blocks, blocks.pin(requests[0]))
+        with self._turn:
+            requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
+            blocks = self.llm_engine.scheduler.blocks
+            return CachedPrefix(blocks, blocks.pin(requests[0]), self._turn)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
-        return self.llm_engine.scheduler.blocks.reset_prefix_cache()
+        with self._turn:
+            return self.llm_engine.scheduler.blocks.reset_prefix_cache()
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict().items()``).
+    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict()`` or pairs).
 
         What is not named keeps its values, so several calls may bring a model in pieces; each call holds its tensors
         until all are checked. The prefix cache is emptied. Any floating-point type and device will do.
@@ -246,18 +252,20 @@ class LLM:
         Raises, with nothing changed: EngineError while requests or pinned prefixes are alive; CheckpointError for a
         name that the model does not have or that comes twice, and for another shape.
         """
-        built = self._alive()
-        self._need_one("update_weights", "tensor_parallel_size", "data_parallel_size")
-        if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
-            raise EngineError(
-                "weights cannot change under requests and pinned prefixes, whose keys and values are of the old ones. "
-                "Finish or abort the requests, and unpin the prefixes."
-            )
-        facts = built.plan
-        try:
-            update_weights(built.model, tensors, facts.device, facts.storage, deterministic=facts.deterministic)
-        finally:
-            self.reset_prefix_cache()
+        with self._turn:
+            built = self._alive()
+            self._need_one("update_weights", "tensor_parallel_size", "data_parallel_size")
+            if built.engine.has_unfinished_requests or built.engine.scheduler.blocks.num_held:
+                raise EngineError(
+                    "weights cannot change under requests and pinned prefixes, whose keys and values are of the old "
+                    "ones. Finish or abort the requests, and unpin the prefixes."
+                )
+            facts = built.plan
+            try:
+                named = tensors.items() if isinstance(tensors, Mapping) else tensors
+                update_weights(built.model, named, facts.device, facts.storage, deterministic=facts.deterministic)
+            finally:
+                self.reset_prefix_cache()
 
     def _need_one(self, what: str, *names: str) -> None:
         """Refuse what reaches no other process, where there are others that hold the model."""
@@ -271,7 +279,7 @@ class LLM:
         return self._built
 
     def _conversations(self, messages: Conversations, options: Mapping[str, Any]) -> list[TokensPrompt]:
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        one = not isinstance(messages, Sequence) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         return [self.render(conversation, **options) for conversation in conversations]
 
@@ -288,13 +296,7 @@ class LLM:
             for place, (text, tokens, salt) in enumerate(self._encode(prompts)):
                 try:
                     request = engine.add_request(
-                        None,
-                        tokens,
-                        each[place],
-                        prompt=text,
-                        priority=order[place],
-                        cache_salt=salt,
-                        stream=stream,
+                        None, tokens, each[place], prompt=text, priority=order[place], cache_salt=salt, stream=stream
                     )
                 except RequestError as error:
                     where = f"prompt {place} of {number}: " if number > 1 else ""
@@ -316,9 +318,12 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, priority: Priority, use_tqdm: bool | Callable[..., Any]
     ) -> tuple[list[Request], list[RequestOutput]]:
         """Queue the prompts of a call and step until they have finished; Ctrl-C comes between two steps."""
-        with HeldBack() as ctrl_c, old_objects_kept():
+        with self._turn, HeldBack() as ctrl_c, old_objects_kept():
             requests = self._add(prompts, params, priority, stream=False)
-            return requests, self._finished(requests, use_tqdm, ctrl_c)
+            try:
+                return requests, self._finished(requests, use_tqdm, ctrl_c)
+            finally:
+                self._abort(requests)
 
     def _finished(
         self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any], ctrl_c: HeldBack
@@ -326,7 +331,8 @@ class LLM:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
         finished: dict[str, RequestOutput] = {}
-        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        hidden = not use_tqdm or (make_bar is tqdm and sys.stderr is None)  # None: a program without a terminal
+        bar = make_bar(total=len(requests), desc="Processed prompts", disable=hidden, dynamic_ncols=True)
         try:
             while len(finished) < len(requests):
                 ctrl_c.check()
@@ -345,7 +351,6 @@ class LLM:
             raise
         finally:
             bar.close()
-            self._abort(requests)
         return [finished[request.request_id] for request in requests]
 
     def _stream(
@@ -356,21 +361,22 @@ class LLM:
         places: dict[str, str] = {}
         mail = deque[RequestOutput]()
         try:
-            with HeldBack():
+            with self._turn, HeldBack():
                 requests = self._add(prompts, params, priority, stream=True)
                 places = {request.request_id: str(place) for place, request in enumerate(requests)}
                 self._mail |= dict.fromkeys(places, mail)
             pending = len(requests)
             while pending:
                 while not mail:
-                    with HeldBack():
-                        self._step()
+                    with self._turn, HeldBack():
+                        if not mail:  # another thread's step may have brought some
+                            self._step()
                 output = mail.popleft()
                 pending -= output.finished
                 output.request_id = places[output.request_id]
                 yield output
         finally:
-            with HeldBack():
+            with HeldBack(), self._turn:
                 self._abort(requests)
                 for request_id in places:
                     self._mail.pop(request_id, None)
@@ -381,7 +387,8 @@ class LLM:
         if not engine.has_unfinished_requests:
             raise EngineError("the requests of this call were ended from outside, by an abort or a failed step.")
         try:
-            return self._sort(engine.step())
+            with no_collection():  # it would end a forgotten stream in the middle of a step
+                return self._sort(engine.step())
         except EngineError as error:
             error.outputs = self._sort(error.outputs)
             raise

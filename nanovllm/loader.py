@@ -4,6 +4,7 @@ A model is built without memory (on torch's "meta" device). A parameter is alloc
 a module is prepared when its last one has: so no more than one layer is ever held in two forms.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ def load_weights(
     missing = dict.fromkeys(places)
     parts = Counter(place.module for place in places.values())
     scales: dict[str, Tensor] = {}
-    with tqdm(total=len(places), desc="Loading weights", unit=" tensors", disable=not progress, leave=False) as bar:
+    hidden = not progress or sys.stderr is None  # None: a program without a terminal
+    with tqdm(total=len(places), desc="Loading weights", unit=" tensors", disable=hidden, leave=False) as bar:
         for name, tensor in tensors:
             if _is_ignored(name, places):
                 continue

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.admission import expect
 from nanovllm.errors import RequestError, unknown_option
 from nanovllm.llm import LLM
 from nanovllm.outputs import Logprob
@@ -99,6 +100,7 @@ def beam_search(
 
     All prompts are searched together. Raises RequestError as ``LLM.generate`` does. Cost: ``max_tokens`` calls of it.
     """
+    expect("params", params, BeamSearchParams, "must be BeamSearchParams")
     limits = llm.llm_engine.limits
     one = SamplingParams(
         max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True, detokenize=False

@@ -40,13 +40,16 @@ COMMANDS = {
 }
 """Where each command is; one may be another room's."""
 
-BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 """Exit statuses: argparse's own for bad input, and what a shell reports for SIGINT and for SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
     started = time.perf_counter()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it is there until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
     args = _parser().parse_args(argv)
@@ -61,11 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has left (``| head``). Python would complain once more at exit, when it
-        # flushes what is left; so let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has left (``| head``)
+        _let_go_of_output()
         return PIPE_CLOSED
+    except OSError as error:  # the disk below standard output is full, for one
+        print(f"nanovllm: error: {error}", file=sys.stderr)
+        _let_go_of_output()
+        return FAILED
+
+
+def _let_go_of_output() -> None:
+    """Let what is left go nowhere: Python would complain once more at exit, when it flushes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _find(command: str) -> Callable[[argparse.Namespace], int]:

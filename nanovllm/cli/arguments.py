@@ -251,6 +251,8 @@ def _option(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not (name and sign):
         raise argparse.ArgumentTypeError(f"{text!r} must look like name=value")
+    if name == "model":
+        raise argparse.ArgumentTypeError("the model is no option of this kind; see MODEL above")
     try:
         return name.replace("-", "_"), json.loads(value)
     except ValueError:

@@ -8,6 +8,7 @@ CPU time between operators. The floor of products and of attention follows from 
 import argparse
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from nanovllm.cli.opening import show_downloads
 from nanovllm.cli.roofline import device_name
 from nanovllm.cli.rows import DEFAULT_SCALE, DEFAULT_SHAPE, ROWS, Sizes, select
 from nanovllm.cli.timing import TEMPERATURE, Session
+from nanovllm.cli.trace import NOT_WRITTEN, stamp
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.scheduler import SchedulerOutput
@@ -76,7 +78,7 @@ class Part:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile one workload; print the table and one line of JSON."""
+    """Profile one workload; print the table and one line of JSON. Status 1 if there is no trace, and should be."""
     options = engine_options(args)
     EngineConfig.from_options("", options)
     target = None if args.output is None else check_target(args.output)
@@ -118,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
     for line in table(parts, seconds / number * 1e3, sum(floors.values()) / number * 1e3):
         say(line)
     say(f"\nwithout the profiler a step takes {plain / number * 1e3:.3f} ms")
-    if target is not None:
-        recorded.export_chrome_trace(str(target))
+    written = target is None or write_trace(recorded, target)
+    if target is not None and written:
         say(f"trace written to {target}; ui.perfetto.dev and TensorBoard open it")
     print(json.dumps({
         "profile": "nanovllm", "model": model or DEFAULT_SHAPE[kind], "device": name, "torch": torch.__version__,
@@ -127,9 +129,9 @@ def run(args: argparse.Namespace) -> int:
         "ms_per_step": seconds / number * 1e3, "plain_ms_per_step": plain / number * 1e3,
         "floor_ms_per_step": sum(floors.values()) / number * 1e3,
         "parts": {part.name: {"ms": part.milliseconds, "calls": part.calls, "floor_ms": part.floor} for part in parts},
-        "trace": None if target is None else str(target),
+        "trace": str(target) if target is not None and written else None,
     }))  # fmt: skip
-    return 0
+    return 0 if written else NOT_WRITTEN
 
 
 def check_target(name: str) -> Path:
@@ -147,6 +149,25 @@ def check_target(name: str) -> Path:
     if obstacle:
         raise ConfigError(f"--output is {name!r}; {obstacle}.", parameter="output", value=name)
     return path
+
+
+def write_trace(recorded: profile, target: Path) -> bool:
+    """Write what was recorded, as a whole or not at all; return whether it is there, and say so if it is not.
+
+    PyTorch only logs that it could not write, and leaves what it has written so far.
+    """
+    before = stamp(target)
+    try:
+        recorded.export_chrome_trace(str(target))
+        written = stamp(target) != before
+    except OSError as error:  # while it compresses
+        print(f"nanovllm: error: {error}", file=sys.stderr)
+        target.unlink(missing_ok=True)
+        written = False
+    target.with_name(f"{target.name}.tmp").unlink(missing_ok=True)
+    if not written:
+        print(f"nanovllm: error: {target} has not been written", file=sys.stderr)
+    return written
 
 
 def walk(

@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, shown
 from nanovllm.tokenizer import Message, Tokenizer
 
 MAX_TURNS = 500_000
@@ -29,6 +29,8 @@ MAX_SECONDS = 5.0
 MAX_SIZE = 10_000_000
 MAX_SOURCE = 1_000_000
 """Characters of a template; the longest known have 30,000."""
+TOKENIZING = ("tokenize", "return_tensors", "return_dict")
+"""Options of transformers' method of the same name."""
 
 
 def render(
@@ -43,7 +45,8 @@ def render(
 ) -> str:
     """Render a conversation as the model was trained to read it; the text holds its special tokens.
 
-    ``variables`` are the template's own, such as ``enable_thinking``. ``continue_final_message`` ends the text with the
+    ``variables`` are the template's own, such as ``enable_thinking``. transformers' options that ask for tokens are
+    refused: ``Tokenizer.encode`` makes them. ``continue_final_message`` ends the text with the
     last message, so that the answer goes on from it; it excludes ``add_generation_prompt``.
 
     Raises RequestError for malformed messages, a model without a template, what the template refuses, and a template
@@ -71,6 +74,13 @@ def render(
         "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens,
     }  # fmt: skip
+    for name in TOKENIZING:
+        if variables.pop(name, None):
+            raise RequestError(
+                f"{name} is set, and what comes back is text; it must be left away. encode(text, "
+                "add_special_tokens=False) makes tokens of it.",
+                parameter=name,
+            )
     if taken := sorted(set(given) & set(variables)):
         raise RequestError(
             f"chat_template_kwargs has {taken[0]!r}, which is set by the call itself; give the template other names.",
@@ -91,10 +101,16 @@ def render(
 
 def run(source: str, variables: Mapping[str, Any]) -> str:
     """Render a template within the bounds. Raises RequestError."""
-    if len(source) > MAX_SOURCE:
+    if isinstance(source, str) and len(source) > MAX_SOURCE:
         raise RequestError(
             f"the chat template has {len(source)} characters; it may have {MAX_SOURCE}.", parameter="chat_template"
         )
+    if not isinstance(source, str) or "{" not in source:
+        raise RequestError(
+            f"chat_template is {shown(source)}; it must be Jinja source, which says in braces where the messages go. "
+            "If a file holds it, read that first.",
+            parameter="chat_template", value=source,
+        )  # fmt: skip
     bounds = Bounds()
     try:
         return "".join(Environment(bounds).from_string(source).generate(**variables))

@@ -96,6 +96,9 @@ def test_what_is_refused(open_llm, tiny):
         assert caught.value.parameter in wrong
     with pytest.raises(UnknownOptionError, match="beam_width"):
         BeamSearchParams(beam_wdth=2, max_tokens=2)
+    for other in (None, SamplingParams()):
+        with pytest.raises(RequestError, match="must be BeamSearchParams"):
+            llm.beam_search([1], other)
     with pytest.raises(RequestError, match="max_logprobs=20"):
         llm.beam_search([1], BeamSearchParams(11, 2))
     with pytest.raises(RequestError, match="no tokens"):

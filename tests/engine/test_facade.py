@@ -3,14 +3,16 @@
 import gc
 import json
 import shutil
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import sample_seed
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[72, 101, 108], [5], [9] * 17, [1, 2, 3, 4, 5, 6, 7, 8]]
@@ -350,6 +352,17 @@ def test_what_the_call_decides_cannot_come_with_the_templates_variables(open_llm
         open_llm().chat(talk, GREEDY, enable_thinking=True)
 
 
+@pytest.mark.parametrize("given", [None, {"role": "user", "content": "hi"}, 5, iter([]), "hi", [None]], ids=str)
+def test_what_is_no_list_of_messages(open_llm, given):
+    with pytest.raises(RequestError, match="a conversation is a list of at least one message"):
+        open_llm().chat(given)
+
+
+def test_variables_of_a_template_come_in_a_dict(open_llm):
+    with pytest.raises(RequestError, match="chat_template_kwargs is 'x'; it must be a dict"):
+        open_llm().chat([{"role": "user", "content": "hi"}], chat_template_kwargs="x")
+
+
 def test_a_base_model_cannot_chat(folders, tmp_path):
     folder = shutil.copytree(folders["llama"], tmp_path / "base")
     (folder / "tokenizer_config.json").write_text("{}")
@@ -572,3 +585,77 @@ def test_engines_made_again_and_again(open_llm, folders):
     for _ in range(3):
         with LLM(folders["llama"], dtype="float32", use_tqdm_on_load=False, num_gpu_blocks_override=64) as llm:
             assert tokens_of(run(llm, PROMPTS)) == expected
+
+
+# Threads, and what may be missing around them
+
+
+def test_calls_from_several_threads_wait_for_each_other(open_llm):
+    llm = open_llm()
+    expected = tokens_of(run(llm, PROMPTS))
+
+    def call(number):
+        if number % 3 == 2:
+            pieces = list(llm.stream(PROMPTS, GREEDY))
+            return [
+                joined(piece for piece in pieces if piece.request_id == str(place)) for place in range(len(PROMPTS))
+            ]
+        if number % 3 == 1:
+            with llm.cache_prefix(PROMPTS[2]):
+                return tokens_of(run(llm, PROMPTS))
+        return tokens_of(run(llm, PROMPTS))
+
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(call, range(18))) == [expected] * 18
+    finally:
+        sys.setswitchinterval(often)
+
+
+def test_a_bar_that_cannot_be_made_leaves_no_request(open_llm):
+    llm = open_llm()
+
+    def make_bar(**options):
+        raise ImportError("no widgets here")
+
+    with pytest.raises(ImportError, match="no widgets"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=make_bar)
+    assert not llm.llm_engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("part", ["schedule", "update"])
+def test_a_forgotten_stream_is_not_ended_in_the_middle_of_a_step(open_llm, monkeypatch, part):
+    llm = open_llm()
+    expected = joined(llm.stream(PROMPTS[0], GREEDY))
+    scheduler = llm.llm_engine.scheduler
+    whole, seen = getattr(scheduler, part), []
+
+    def collect_and_go_on(*arguments):
+        held = scheduler.blocks.num_held
+        [[] for _ in range(2000)]  # enough that garbage is due
+        seen.append(scheduler.blocks.num_held - held)
+        return whole(*arguments)
+
+    monkeypatch.setattr(scheduler, part, collect_and_go_on)
+    forgotten = llm.stream(PROMPTS, GREEDY)
+    next(forgotten)
+    cycle = [forgotten]
+    cycle.append(cycle)
+    del forgotten, cycle
+    assert joined(llm.stream(PROMPTS[0], GREEDY)) == expected
+    assert not any(seen)
+    gc.collect()
+
+
+def test_a_program_without_standard_error(folders, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, and in some services
+    with LLM(folders["llama"], dtype="float32", num_gpu_blocks_override=64) as llm:
+        assert len(llm.generate([5], GREEDY)[0].token_ids) == 12
+
+
+def test_an_empty_name_is_no_folder(folders, monkeypatch):
+    monkeypatch.chdir(folders["llama"])
+    with pytest.raises(CheckpointError, match="there is no model ''"):
+        LLM("")

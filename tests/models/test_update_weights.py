@@ -109,7 +109,7 @@ def test_what_a_trainer_has_will_do(models, kit) -> None:
         expected = opened(second, dtype="float32")
         assert answers(llm) == expected
         assert "lm_head.weight" in model.state_dict()
-        llm.update_weights(model.state_dict().items())
+        llm.update_weights(model.state_dict())
         assert answers(llm) == expected
         places = llm._built.model.places.values()
         kept = [getattr(place.module, place.kind) for place in places]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.config import ALIASES, DTYPES, IGNORED, EngineConfig, ModelConfig, configure_logging, token_ids
+from nanovllm.config import ALIASES, DTYPES, IGNORED, NOT_YET, EngineConfig, ModelConfig, configure_logging, token_ids
 from nanovllm.errors import CheckpointError, ConfigError, UnknownOptionError
 
 NAN = float("nan")
@@ -52,7 +52,11 @@ REFUSED = [
     *(("generation_config", value) for value in ("none", None)),
     *(("tensor_parallel_size", value) for value in (0, -1, 1.0, True)),
     ("compile", 1),
-    ("quantization", "awq"),
+    ("max_model_len", 1),
+    *(("quantization", value) for value in ("awq", 0)),
+    ("pipeline_parallel_size", 2),
+    ("override_generation_config", {"temperature": 0.5}),
+    ("enable_lora", True),
 ]
 
 
@@ -98,6 +102,11 @@ def test_a_wrong_type_is_refused(name, value):
 def test_what_is_accepted_and_what_becomes_of_it(given, kept):
     config = options(**given)
     assert {name: getattr(config, name) for name in kept} == kept
+
+
+def test_options_of_vllm_that_ask_for_nothing_may_stand_in_a_script():
+    for name, values in NOT_YET.items():
+        assert all(options(**{name: value}) == options() for value in values)
 
 
 @pytest.mark.parametrize("dtype", ["auto", *DTYPES])

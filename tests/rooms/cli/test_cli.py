@@ -189,7 +189,9 @@ def test_sizes_of_parallel_engines_have_arguments_of_their_own(engine, capsys):
         assert "--tensor-parallel-size N" in (said := capsys.readouterr().out) and "--data-parallel-size N" in said
 
 
-@pytest.mark.parametrize("bad", [["-o", "novalue"], ["-o", "=1"], ["--max-tok", "1"], ["--top-k", "x"]])
+@pytest.mark.parametrize(
+    "bad", [["-o", "novalue"], ["-o", "=1"], ["-o", "model=x"], ["--max-tok", "1"], ["--top-k", "x"]]
+)
 def test_bad_arguments_end_with_status_2(engine, capsys, bad):
     with pytest.raises(SystemExit) as caught:
         main(["generate", "x", *bad])
@@ -333,6 +335,32 @@ def test_a_reader_that_leaves_is_no_error():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+PRINT = "import sys; import nanovllm.cli as cli; cli._find = lambda name: lambda args: print('x' * {}) or 0; "
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
+@pytest.mark.parametrize("letters", [1, 100_000])
+def test_a_full_disk_is_one_line_and_status_1(letters):
+    code = PRINT.format(letters) + "sys.exit(cli.main(['generate', 'x']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "nanovllm: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_streams_may_be_closed(closed):
+    code = PRINT.format(1).replace("or 0", "or print('y', file=sys.stderr) or 0")
+    code += "sys.exit(cli.main(['generate', 'x']))"
+    begin = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    done = command("-c", begin, code)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == (("", "y\n") if closed == 1 else ("x\n", ""))
 
 
 def test_downloads_are_announced_once(monkeypatch, capsys):

@@ -274,3 +274,20 @@ def test_on_a_gpu_kernels_in_graphs_have_their_names(capsys):
     assert {"attention", "linear", "sampling", "idle"} <= set(parts)
     assert parts.get(OTHER, {"ms": 0.0})["ms"] < 0.05 * found["ms_per_step"]
     assert sum(part["ms"] for part in parts.values()) == pytest.approx(found["ms_per_step"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_that_is_not_written_is_said(tiny, capsys, tmp_path, monkeypatch, name):
+    """PyTorch logs it and goes on when a disk is full, but while it compresses raises; both leave a part behind."""
+
+    def export(recorded, path):
+        if path.endswith(".gz"):
+            Path(path).write_text("a part")
+            raise OSError(28, "No space left on device")
+        Path(f"{path}.tmp").write_text("a part")
+
+    monkeypatch.setattr(nanovllm.cli.profile.profile, "export_chrome_trace", export)
+    assert main(["profile", "--device", "cpu", "--steps", "2", "--output", str(tmp_path / name)]) == 1
+    out, err = capsys.readouterr()
+    assert f"{name} has not been written" in err and "trace written" not in out
+    assert json.loads(out.splitlines()[-1])["trace"] is None and not list(tmp_path.iterdir())

@@ -79,6 +79,21 @@ def test_a_model_without_a_template():
     assert caught.value.parameter == "chat_template"
 
 
+@pytest.mark.parametrize("source", [5, "template.jinja", "no braces"])
+def test_what_is_no_template(source):
+    with pytest.raises(RequestError, match="must be Jinja source.*read that first") as caught:
+        render(chat_template=source)
+    assert caught.value.parameter == "chat_template" and caught.value.value == source
+
+
+def test_options_of_transformers_that_ask_for_tokens():
+    assert render(tokenize=False) == render()
+    for name, value in (("tokenize", True), ("return_tensors", "pt"), ("return_dict", True)):
+        with pytest.raises(RequestError, match=f"{name} is set, and what comes back is text.*encode") as caught:
+            render(**{name: value})
+        assert caught.value.parameter == name
+
+
 def test_variables_do_not_replace_what_the_call_sets():
     for name in ("messages", "bos_token"):
         with pytest.raises((RequestError, TypeError)):
