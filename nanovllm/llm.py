@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -326,25 +327,28 @@ class LLM:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
         finished: dict[str, RequestOutput] = {}
-        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+        ours = {request.request_id for request in requests}
+        look = {"total": len(requests), "desc": "Processed prompts", "disable": not use_tqdm, "dynamic_ncols": True}
         try:
-            while len(finished) < len(requests):
-                ctrl_c.check()
-                for output in self._step():
-                    finished[output.request_id] = output
-                    prompt_tokens += len(output.prompt_token_ids)
-                    output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                    seconds = time.perf_counter() - started
-                    speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
-                    bar.set_postfix_str(f"input: {speed}", refresh=False)
-                    bar.update(1)
+            with closing(make_bar(**look)) as bar:
+                while len(finished) < len(requests):
+                    ctrl_c.check()
+                    for output in self._step():
+                        if output.request_id not in ours:  # queued at the engine itself
+                            continue
+                        finished[output.request_id] = output
+                        prompt_tokens += len(output.prompt_token_ids)
+                        output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                        seconds = time.perf_counter() - started
+                        speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
+                        bar.set_postfix_str(f"input: {speed}", refresh=False)
+                        bar.update(1)
         except EngineError as error:
             finished |= {output.request_id: output for output in error.outputs}
             results = (finished.get(each.request_id) or self.llm_engine.abort(each.request_id) for each in requests)
             error.outputs = [output for output in results if output]
             raise
         finally:
-            bar.close()
             self._abort(requests)
         return [finished[request.request_id] for request in requests]
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -152,6 +153,26 @@ def test_what_is_wrong_is_said_at_the_call(serving):
     asyncio.run(main())
     with pytest.raises(UnknownOptionError):
         AsyncLLM("nowhere", modle=1)
+
+
+def test_a_grammar_that_is_refused_harms_nobody_else(serving, open_llm):
+    """It is compiled on the engine's thread, when the request is queued there."""
+    pytest.importorskip("llguidance")
+    llm = serving()
+    expected = whole(open_llm, PROMPTS[0], LONG)[0].token_ids
+
+    async def main():
+        good = llm.generate(PROMPTS[0], LONG)
+        await anext(good)
+        bad = params_of(structured_outputs=dict(regex="(ab"))
+        for kind in KINDS:
+            with pytest.raises(RequestError, match="regex is '.ab'; it is refused") as caught:
+                await read(llm.generate(PROMPTS[1], replace(bad, output_kind=kind), "bad"))
+            assert caught.value.parameter == "regex"
+        assert (await read(good))[-1].token_ids == expected
+        await idle(llm)
+
+    asyncio.run(main())
 
 
 def test_a_drawn_name_is_an_unused_one(serving):
