@@ -45,8 +45,8 @@ class AsyncLLM:
     several; ``close``, ``abort`` and ``generate`` may be called from any thread that has one.
 
     Errors: those of ``LLM`` here; RequestError from the call of ``generate`` and ``chat``, and for a grammar that is
-    refused out of the iterator; EngineError out of the iterators of the requests that a failed step ended, and of all of
-    them after ``close()``.
+    refused out of the iterator; EngineError out of the iterators of the requests that a failed step ended, and of all
+    of them after ``close()``.
     """
 
     def __init__(self, model: "str | os.PathLike[str] | LLM", **options: Any) -> None:
