@@ -284,18 +284,21 @@ class LLMEngine:
             self._streaming |= {request: None for request in on if request.stream}
 
     def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
-        """End the requests of a step that failed; return what the caller is told."""
+        """End the requests of a step that failed; return what the caller is told, with what their other samples had."""
         self._stalled = True
         self._tell("on_failure", output, error)
         failed = [span.request for span in output.spans if not span.request.is_finished]
         for request in failed:
             self._abort(request, "error")
-            self._streaming.pop(request, None)
+        names = {request.request_id for request in failed}
+        news = [each for each in (*self._ended, *self._streaming, *failed) if each.request_id in names]
+        self._ended = [each for each in self._ended if each.request_id not in names]
+        self._streaming = {each: None for each in self._streaming if each.request_id not in names}
         on = "the engine is lost" if isinstance(error, EngineError) else "others, and new ones, can go on"
         return EngineError(
             f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
             f"{len(output.spans)} requests have ended; {on}.",
-            outputs=self._give_out(failed),
+            outputs=self._give_out(news),
         )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
