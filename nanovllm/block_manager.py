@@ -75,6 +75,7 @@ class BlockManager:
         self._blank = list(reversed(range(num_blocks)))  # a stack: low numbers first, so new tables are contiguous
         self._cached: dict[int, None] = {}  # in order of release: the first is the least recently used
         self._index: dict[bytes, Block] = {}
+        self._findable: set[int] = set()  # serials of the blocks in the index
         self._serials = count(1)
 
     @property
@@ -130,7 +131,8 @@ class BlockManager:
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the blocks that the request's first ``num_tokens`` tokens fill findable, once they are written.
 
-        Where an equal block is known already, that one stays the one to be found.
+        Where an equal block is known already, that one stays the one to be found, unless the block before it is gone:
+        then nobody finds it, and it would keep the new one from being found.
         """
         if not self.enable_prefix_caching:
             return
@@ -138,6 +140,12 @@ class BlockManager:
             digest, tokens = self._digest(request, place), self._tokens(request, place)
             known = self._index.get(digest)
             block = self._blocks[request.block_ids[place]]
+            if known is not None and isinstance(known.parent, int) and known.parent not in self._findable:
+                self._forget(known)
+                if known.ref_count == 0:
+                    del self._cached[known.index]
+                    self._blank.append(known.index)
+                known = None
             if known is not None and (known.tokens, known.parent) == (tokens, request.chain_parent):
                 request.chain_parent = known.serial
             else:
@@ -145,6 +153,7 @@ class BlockManager:
                 if known is None:
                     block.digest, block.tokens, block.parent = digest, tokens, request.chain_parent
                     self._index[digest] = block
+                    self._findable.add(block.serial)
                     self._note("know", block.index)
                 request.chain_parent = block.serial
             request.num_committed_blocks = place + 1
@@ -198,6 +207,7 @@ class BlockManager:
             assert (block.index not in self._blank) or block.digest is None
             assert (block.index not in self._cached) or block.digest is not None
         assert len(self._index) == sum(block.digest is not None for block in self._blocks)
+        assert self._findable == {block.serial for block in self._index.values()}
 
     def _match(self, request: Request, limit: int) -> list[Block]:
         """Return the longest chain of known blocks that begins the request, ``limit`` at most."""
@@ -241,6 +251,7 @@ class BlockManager:
     def _forget(self, block: Block) -> None:
         assert block.digest is not None
         del self._index[block.digest]
+        self._findable.remove(block.serial)
         self._note("forget", block.index)
         block.digest, block.tokens, block.parent = None, (), ""
 

@@ -127,6 +127,14 @@ MUTANTS = [
         "if block.digest is None:\n                    self._blank.insert(0, index)", MODELS,
     ),
     Mutant("heads are freed before tails", block_manager, "in reversed(block_ids)", "in block_ids", MODELS),
+    Mutant(
+        "a block that nobody can find hides the next one", block_manager,
+        "known.parent not in self._findable", "not known.parent", ("examples", "constant hash"),
+    ),
+    Mutant(
+        "a block that nobody can find is taken for blank while it is held", block_manager,
+        "if known.ref_count == 0:", "if True:", ("examples", "constant hash"),
+    ),
     Mutant("a digest forgets the parent", block_manager, "self._hash(parent + array", "self._hash(b'' + array", MODEL),
     Mutant(
         "a hit compares tokens only", block_manager,
