@@ -187,16 +187,20 @@ class LLMEngine:
         return self._give_out(news)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, all its samples, and return what it had; None if it is unknown or has ended already."""
+        """End a request now, all its samples, and return what it had; None if it is unknown or has ended already.
+
+        If it streams: what is new, of the samples whose end was not given out before.
+        """
         samples = self._requests.pop(request_id, None)
         if samples is None:
             return None
+        news = [each for each in samples if not (each.stream and each.is_finished and each not in self._ended)]
         for request in samples:
             if request in self._ended:
                 self._ended.remove(request)
             self._streaming.pop(request, None)
             self._abort(request)
-        return self._output(samples)
+        return self._output(news, samples)
 
     def close(self) -> None:
         """Tell the observers that nothing more comes."""
@@ -306,18 +310,18 @@ class LLMEngine:
         able = Able(text=self._make_builder is not None, grammars=self._make_matcher is not None, encode=self._encode)
         check(tokens, params, priority, cache_salt, limits=self.limits, blocks=self.scheduler.blocks, able=able)
 
-    def _output(self, news: Sequence[Request], samples: Sequence[Request] | None = None) -> RequestOutput:
+    def _output(self, news: Sequence[Request], samples: Sequence[Request]) -> RequestOutput:
         """Build what the caller gets of ``samples``: those of ``news``, by index."""
-        first = news[0]
+        first = samples[0]
         return RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(request) for request in news],
-            finished=all(request.is_finished for request in samples or news),
-            prompt_logprobs=(samples or news)[0].prompt_logprobs,
+            finished=all(request.is_finished for request in samples),
+            prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
-            metrics=(samples or news)[0].current_metrics(),
+            metrics=first.current_metrics(),
         )
 
     def _completion(self, request: Request) -> CompletionOutput:

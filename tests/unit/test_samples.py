@@ -178,6 +178,24 @@ def test_abort_ends_all_samples_wherever_they_are(steps):
     assert [c.token_ids for c in found.outputs] == [alone(sample_seed(2, index), [1] * 9, 4) for index in range(2)]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("steps", range(12))
+def test_abort_of_a_stream_says_each_end_once(steps, lookahead):
+    """Some samples have ended by then, and their last pieces were given out; all outputs tell of the first's hits."""
+    engine = engine_of(lookahead=lookahead)
+    params = SamplingParams(n=4, seed=2, max_tokens=11)
+    engine.add_request("a", [1] * 9, params, stream=True)
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    outputs.append(engine.abort("a"))
+    found = [(each.index, each.finish_reason) for output in outputs for each in output.outputs if each.finished()]
+    assert sorted(index for index, _ in found) == [0, 1, 2, 3]
+    assert {output.num_cached_tokens for output in outputs} == {0}
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert finish(engine) == {}
+    if steps == 8:
+        assert {reason for _, reason in found} == {"stop", "abort"}, "the test would prove nothing"
+
+
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_in_a_step_that_fails_do_not_take_the_others_with_them(fail_at, stream):
