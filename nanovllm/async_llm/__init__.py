@@ -185,7 +185,7 @@ class AsyncLLM:
         try:
             while self._obey():
                 self._step()
-        except Exception as error:
+        except BaseException as error:  # a panic in a library of Rust is no Exception, and readers would wait for ever
             logger.exception("the engine is lost")
             reason = f"the engine is lost: {type(error).__name__}: {error}"
         with self._lock:
