@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from nanovllm.engine import LLMEngine
-from nanovllm.errors import ConfigError, EngineError, NanoError, RequestError
+from nanovllm.errors import EngineError, NanoError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.prompts import Prompt
@@ -208,7 +208,9 @@ class AsyncLLM:
         if key in self._inboxes:  # else its reader has left already
             try:
                 begin(engine, key)
-            except (RequestError, ConfigError) as error:  # a grammar is compiled here, and may be refused
+            except EngineError:
+                raise
+            except NanoError as error:  # a grammar is compiled here, and may be refused
                 self._post([], {key: type(error)(str(error), parameter=error.parameter, value=error.value)})
 
     def _step(self) -> None:

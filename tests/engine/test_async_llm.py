@@ -169,6 +169,8 @@ def test_a_grammar_that_is_refused_harms_nobody_else(serving, open_llm):
             with pytest.raises(RequestError, match="regex is '.ab'; it is refused") as caught:
                 await read(llm.generate(PROMPTS[1], replace(bad, output_kind=kind), "bad"))
             assert caught.value.parameter == "regex"
+        with pytest.raises(UnknownOptionError, match="regexp"):
+            await read(llm.generate(PROMPTS[1], params_of(structured_outputs=dict(regexp="ab"))))
         assert (await read(good))[-1].token_ids == expected
         await idle(llm)
 
