@@ -75,7 +75,6 @@ class BlockManager:
         self._blank = list(reversed(range(num_blocks)))  # a stack: low numbers first, so new tables are contiguous
         self._cached: dict[int, None] = {}  # in order of release: the first is the least recently used
         self._index: dict[bytes, Block] = {}
-        self._findable: set[int] = set()  # serials of the blocks in the index
         self._serials = count(1)
 
     @property
@@ -140,7 +139,8 @@ class BlockManager:
             digest, tokens = self._digest(request, place), self._tokens(request, place)
             known = self._index.get(digest)
             block = self._blocks[request.block_ids[place]]
-            if known is not None and isinstance(known.parent, int) and known.parent not in self._findable:
+            before = self._index.get(request.digests[place - 1])
+            if known is not None and place and (before is None or before.serial != known.parent):
                 self._forget(known)
                 if known.ref_count == 0:
                     del self._cached[known.index]
@@ -153,7 +153,6 @@ class BlockManager:
                 if known is None:
                     block.digest, block.tokens, block.parent = digest, tokens, request.chain_parent
                     self._index[digest] = block
-                    self._findable.add(block.serial)
                     self._note("know", block.index)
                 request.chain_parent = block.serial
             request.num_committed_blocks = place + 1
@@ -207,7 +206,6 @@ class BlockManager:
             assert (block.index not in self._blank) or block.digest is None
             assert (block.index not in self._cached) or block.digest is not None
         assert len(self._index) == sum(block.digest is not None for block in self._blocks)
-        assert self._findable == {block.serial for block in self._index.values()}
 
     def _match(self, request: Request, limit: int) -> list[Block]:
         """Return the longest chain of known blocks that begins the request, ``limit`` at most."""
@@ -251,7 +249,6 @@ class BlockManager:
     def _forget(self, block: Block) -> None:
         assert block.digest is not None
         del self._index[block.digest]
-        self._findable.remove(block.serial)
         self._note("forget", block.index)
         block.digest, block.tokens, block.parent = None, (), ""
 

@@ -195,9 +195,8 @@ class LLMEngine:
         if samples is None:
             return None
         news = [each for each in samples if not (each.stream and each.is_finished and each not in self._ended)]
+        self._ended = [each for each in self._ended if each.request_id != request_id]
         for request in samples:
-            if request in self._ended:
-                self._ended.remove(request)
             self._streaming.pop(request, None)
             self._abort(request)
         return self._output(news, samples)

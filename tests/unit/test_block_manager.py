@@ -430,7 +430,8 @@ class Model:
             parent = chain[-1] if chain else None
             prefix = (salt, *tokens[: (place + 1) * SIZE])
             entry = self.known.get(self.key(prefix))
-            if entry is not None and entry.parent and not any(entry.parent is each for each in self.known.values()):
+            before = self.known.get(self.key((salt, *tokens[: place * SIZE])))
+            if entry is not None and place and (before is None or before is not entry.parent):
                 del self.known[self.key(prefix)]
                 if entry.block in self.cached:
                     self.cached.remove(entry.block)

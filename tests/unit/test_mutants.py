@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant("heads are freed before tails", block_manager, "in reversed(block_ids)", "in block_ids", MODELS),
     Mutant(
         "a block that nobody can find hides the next one", block_manager,
-        "known.parent not in self._findable", "not known.parent", ("examples", "constant hash"),
+        "before is None or before.serial != known.parent", "False", ("examples", "constant hash"),
     ),
     Mutant(
         "a block that nobody can find is taken for blank while it is held", block_manager,
