@@ -267,24 +267,21 @@ class LLMEngine:
         except BaseException:
             self._stalled = True
             raise
-        else:
-            computed = time.perf_counter()
-            self._under_way.popleft()
-            for span in output.spans:
-                if not span.request.is_finished:
-                    times = span.request.metrics
-                    times.scheduled_ts = times.scheduled_ts or step.decided
-                    if span.samples:
-                        times.first_token_ts = times.first_token_ts or computed
-                        times.last_token_ts = computed
-            ended = self.scheduler.update(output, sampled)
-            settled = time.perf_counter()
-            self._tell(
-                "on_step", output, StepTimes(step.began, step.decided, step.submitted, awaited, computed, settled)
-            )
-            self._end(ended)
-            on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
-            self._streaming |= {request: None for request in on if request.stream}
+        computed = time.perf_counter()
+        self._under_way.popleft()
+        for span in output.spans:
+            if not span.request.is_finished:
+                times = span.request.metrics
+                times.scheduled_ts = times.scheduled_ts or step.decided
+                if span.samples:
+                    times.first_token_ts = times.first_token_ts or computed
+                    times.last_token_ts = computed
+        ended = self.scheduler.update(output, sampled)
+        settled = time.perf_counter()
+        self._tell("on_step", output, StepTimes(step.began, step.decided, step.submitted, awaited, computed, settled))
+        self._end(ended)
+        on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
+        self._streaming |= {request: None for request in on if request.stream}
 
     def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
         """End the requests of a step that failed; return what the caller is told, with what their other samples had."""

@@ -226,13 +226,23 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
-        """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
+        """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``.
+
+        Raises RequestError, with nothing kept, if other pins leave too little room, or the model gives no numbers.
+        """
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
         self._need_one("cache_prefix", "data_parallel_size")
-        requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
+        (request,), _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
         blocks = self.llm_engine.scheduler.blocks
-        return CachedPrefix(blocks, blocks.pin(requests[0]))
+        prefix = CachedPrefix(blocks, blocks.pin(request))
+        if len(request.prompt_token_ids) - prefix.num_tokens >= blocks.block_size:
+            prefix.unpin()
+            raise RequestError(
+                "the prefix was not computed: other pins leave no room for it, or its logits hold NaN. Unpin some.",
+                parameter="prompt", value=prompt,
+            )  # fmt: skip
+        return prefix
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
@@ -333,9 +343,8 @@ class LLM:
             with closing(make_bar(**look)) as bar:
                 while len(finished) < len(requests):
                     ctrl_c.check()
-                    for output in self._step():
-                        if output.request_id not in ours:  # queued at the engine itself
-                            continue
+                    # others were queued at the engine itself
+                    for output in (each for each in self._step() if each.request_id in ours):
                         finished[output.request_id] = output
                         prompt_tokens += len(output.prompt_token_ids)
                         output_tokens += sum(len(sample.token_ids) for sample in output.outputs)

@@ -23,9 +23,6 @@ INCOMPLETE = "\ufffd"
 MAX_PENDING = 64
 """After so many tokens that decode to nothing readable, they are given out as they are."""
 
-MAX_KEPT = 8
-"""Of so many tokens that all end within a character these are decoded again."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerParts:
@@ -148,8 +145,8 @@ class Detokenizer:
             self._context = self._decode(self._window)
         elif not ready and (final or long):
             del self._window[self._known :]  # they have no text
-        elif long:  # each of them ends within a character; the newest one gave text, so the last few are enough
-            self._window, self._known = self._window[-MAX_KEPT:], 0
+        elif long:  # each ends within a character, of which none has more than four bytes: the last few are enough
+            self._window, self._known = self._window[-8:], 0
             self._context = self._decode(self._window).rstrip(INCOMPLETE)
         return ready
 
