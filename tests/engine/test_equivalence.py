@@ -185,7 +185,7 @@ def test_a_prefix_that_finds_no_room_is_refused(open_llm):
     llm = open_llm(num_gpu_blocks_override=8)
     with llm.cache_prefix(list(range(48))):
         for length in (17, 40):
-            with pytest.raises(RequestError, match="unpin some"):
+            with pytest.raises(RequestError, match="Unpin some"):
                 llm.cache_prefix(list(range(100, 100 + length)))
         assert llm.llm_engine.scheduler.blocks.num_held == 6
         with llm.cache_prefix([1] * 16) as other:
