@@ -130,7 +130,8 @@ class BlockManager:
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the blocks that the request's first ``num_tokens`` tokens fill findable, once they are written.
 
-        Where an equal block is known already, that one stays the one to be found.
+        Where an equal block is known already, that one stays the one to be found, unless the block before it is gone:
+        then nobody finds it, and it would keep the new one from being found.
         """
         if not self.enable_prefix_caching:
             return
@@ -138,6 +139,13 @@ class BlockManager:
             digest, tokens = self._digest(request, place), self._tokens(request, place)
             known = self._index.get(digest)
             block = self._blocks[request.block_ids[place]]
+            before = self._index.get(request.digests[place - 1])
+            if known is not None and place and (before is None or before.serial != known.parent):
+                self._forget(known)
+                if known.ref_count == 0:
+                    del self._cached[known.index]
+                    self._blank.append(known.index)
+                known = None
             if known is not None and (known.tokens, known.parent) == (tokens, request.chain_parent):
                 request.chain_parent = known.serial
             else:

@@ -187,16 +187,19 @@ class LLMEngine:
         return self._give_out(news)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, all its samples, and return what it had; None if it is unknown or has ended already."""
+        """End a request now, all its samples, and return what it had; None if it is unknown or has ended already.
+
+        If it streams: what is new, of the samples whose end was not given out before.
+        """
         samples = self._requests.pop(request_id, None)
         if samples is None:
             return None
+        news = [each for each in samples if not (each.stream and each.is_finished and each not in self._ended)]
+        self._ended = [each for each in self._ended if each.request_id != request_id]
         for request in samples:
-            if request in self._ended:
-                self._ended.remove(request)
             self._streaming.pop(request, None)
             self._abort(request)
-        return self._output(samples)
+        return self._output(news, samples)
 
     def close(self) -> None:
         """Tell the observers that nothing more comes."""
@@ -264,38 +267,38 @@ class LLMEngine:
         except BaseException:
             self._stalled = True
             raise
-        else:
-            computed = time.perf_counter()
-            self._under_way.popleft()
-            for span in output.spans:
-                if not span.request.is_finished:
-                    times = span.request.metrics
-                    times.scheduled_ts = times.scheduled_ts or step.decided
-                    if span.samples:
-                        times.first_token_ts = times.first_token_ts or computed
-                        times.last_token_ts = computed
-            ended = self.scheduler.update(output, sampled)
-            settled = time.perf_counter()
-            self._tell(
-                "on_step", output, StepTimes(step.began, step.decided, step.submitted, awaited, computed, settled)
-            )
-            self._end(ended)
-            on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
-            self._streaming |= {request: None for request in on if request.stream}
+        computed = time.perf_counter()
+        self._under_way.popleft()
+        for span in output.spans:
+            if not span.request.is_finished:
+                times = span.request.metrics
+                times.scheduled_ts = times.scheduled_ts or step.decided
+                if span.samples:
+                    times.first_token_ts = times.first_token_ts or computed
+                    times.last_token_ts = computed
+        ended = self.scheduler.update(output, sampled)
+        settled = time.perf_counter()
+        self._tell("on_step", output, StepTimes(step.began, step.decided, step.submitted, awaited, computed, settled))
+        self._end(ended)
+        on = (span.request for span in output.spans if span.samples and not span.request.is_finished)
+        self._streaming |= {request: None for request in on if request.stream}
 
     def _failure(self, output: SchedulerOutput, error: Exception) -> EngineError:
-        """End the requests of a step that failed; return what the caller is told."""
+        """End the requests of a step that failed; return what the caller is told, with what their other samples had."""
         self._stalled = True
         self._tell("on_failure", output, error)
         failed = [span.request for span in output.spans if not span.request.is_finished]
         for request in failed:
             self._abort(request, "error")
-            self._streaming.pop(request, None)
+        names = {request.request_id for request in failed}
+        news = [each for each in (*self._ended, *self._streaming, *failed) if each.request_id in names]
+        self._ended = [each for each in self._ended if each.request_id not in names]
+        self._streaming = {each: None for each in self._streaming if each.request_id not in names}
         on = "the engine is lost" if isinstance(error, EngineError) else "others, and new ones, can go on"
         return EngineError(
             f"a step of {output.num_tokens} tokens failed with {type(error).__name__}: {error}. Its "
             f"{len(output.spans)} requests have ended; {on}.",
-            outputs=self._give_out(failed),
+            outputs=self._give_out(news),
         )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object) -> None:
@@ -303,18 +306,18 @@ class LLMEngine:
         able = Able(text=self._make_builder is not None, grammars=self._make_matcher is not None, encode=self._encode)
         check(tokens, params, priority, cache_salt, limits=self.limits, blocks=self.scheduler.blocks, able=able)
 
-    def _output(self, news: Sequence[Request], samples: Sequence[Request] | None = None) -> RequestOutput:
+    def _output(self, news: Sequence[Request], samples: Sequence[Request]) -> RequestOutput:
         """Build what the caller gets of ``samples``: those of ``news``, by index."""
-        first = news[0]
+        first = samples[0]
         return RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
             outputs=[self._completion(request) for request in news],
-            finished=all(request.is_finished for request in samples or news),
-            prompt_logprobs=(samples or news)[0].prompt_logprobs,
+            finished=all(request.is_finished for request in samples),
+            prompt_logprobs=first.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
-            metrics=(samples or news)[0].current_metrics(),
+            metrics=first.current_metrics(),
         )
 
     def _completion(self, request: Request) -> CompletionOutput:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from importlib.util import find_spec
 from threading import RLock
 from typing import Any, cast
@@ -63,7 +63,7 @@ class CachedPrefix(AbstractContextManager["CachedPrefix"]):
         self.unpin()
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model ready to answer. ``options`` are the fields of ``EngineConfig``, in vLLM's names.
 
     Several may live in one process. Memory goes back with ``close()``, at the end of a ``with`` block, or when
@@ -76,9 +76,8 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         configure_logging()
         self.config = EngineConfig.from_options(model, options)
-        trace = None
-        if self.config.trace is not None or self.config.live is not None:  # before anything is loaded
-            trace = find(TRACE)(self.config)
+        # before anything is loaded: its files may be no place to write
+        trace = find(TRACE)(self.config) if (self.config.trace, self.config.live) != (None, None) else None
         try:
             self._built: Built | None = build(self.config)
         except BaseException:
@@ -99,9 +98,6 @@ class LLM:
             if built is not None:
                 built.engine.close()
                 built.close()
-
-    def __enter__(self) -> "LLM":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -145,13 +141,9 @@ class LLM:
         return list(self._metrics.read(per_replica=per_replica))
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params = None,
-        *,
-        use_tqdm: bool | Callable[..., Any] = True,
-        priority: Priority = None,
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
+        use_tqdm: bool | Callable[..., Any] = True, priority: Priority = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
 
         A prompt is a str, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``. One
@@ -167,14 +159,9 @@ class LLM:
         return self._finish(as_list(prompts), sampling_params, priority, use_tqdm)[1]
 
     def chat(
-        self,
-        messages: Conversations,
-        sampling_params: Params = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        *,
-        priority: Priority = None,
-        **template: Any,
-    ) -> list[RequestOutput]:
+        self, messages: Conversations, sampling_params: Params = None, use_tqdm: bool | Callable[..., Any] = True, *,
+        priority: Priority = None, **template: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answer one conversation (a list of messages) or many (a list of lists), through the chat template.
 
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
@@ -221,22 +208,31 @@ class LLM:
         if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
             raise RequestError(
                 f"chat has no option {wrong[0]!r}, or it was not given as one; chat_template_kwargs holds a template's "
-                "own variables, and no others.",
-                parameter=wrong[0],
-            )
+                "own variables, and no others.", parameter=wrong[0],
+            )  # fmt: skip
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, **options, **variables)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def cache_prefix(self, prompt: Prompt) -> CachedPrefix:
-        """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``."""
+        """Compute a prompt and keep its full blocks in the prefix cache until the handle's ``unpin``.
+
+        Raises RequestError, with nothing kept, if other pins leave too little room, or the model gives no numbers.
+        """
         if not self.config.enable_prefix_caching:
             raise ConfigError("cache_prefix needs enable_prefix_caching=True.", parameter="enable_prefix_caching")
         self._need_one("cache_prefix", "data_parallel_size")
         with self._turn:
-            requests, _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
+            (request,), _ = self._finish([prompt], SamplingParams(max_tokens=1, temperature=0.0), None, use_tqdm=False)
             blocks = self.llm_engine.scheduler.blocks
-            return CachedPrefix(blocks, blocks.pin(requests[0]), self._turn)
+            prefix = CachedPrefix(blocks, blocks.pin(request), self._turn)
+        if len(request.prompt_token_ids) - prefix.num_tokens >= blocks.block_size:
+            prefix.unpin()
+            raise RequestError(
+                "the prefix was not computed: other pins leave no room for it, or its logits hold NaN. Unpin some.",
+                parameter="prompt", value=prompt,
+            )  # fmt: skip
+        return prefix
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests or pins hold blocks."""
@@ -331,26 +327,27 @@ class LLM:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         started, prompt_tokens, output_tokens = time.perf_counter(), 0, 0
         finished: dict[str, RequestOutput] = {}
+        ours = {request.request_id for request in requests}
         hidden = not use_tqdm or (make_bar is tqdm and sys.stderr is None)  # None: a program without a terminal
-        bar = make_bar(total=len(requests), desc="Processed prompts", disable=hidden, dynamic_ncols=True)
+        look = {"total": len(requests), "desc": "Processed prompts", "disable": hidden, "dynamic_ncols": True}
         try:
-            while len(finished) < len(requests):
-                ctrl_c.check()
-                for output in self._step():
-                    finished[output.request_id] = output
-                    prompt_tokens += len(output.prompt_token_ids)
-                    output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                    seconds = time.perf_counter() - started
-                    speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
-                    bar.set_postfix_str(f"input: {speed}", refresh=False)
-                    bar.update(1)
+            with closing(make_bar(**look)) as bar:
+                while len(finished) < len(requests):
+                    ctrl_c.check()
+                    # others were queued at the engine itself
+                    for output in (each for each in self._step() if each.request_id in ours):
+                        finished[output.request_id] = output
+                        prompt_tokens += len(output.prompt_token_ids)
+                        output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                        seconds = time.perf_counter() - started
+                        speed = f"{prompt_tokens / seconds:.1f} toks/s, output: {output_tokens / seconds:.1f} toks/s"
+                        bar.set_postfix_str(f"input: {speed}", refresh=False)
+                        bar.update(1)
         except EngineError as error:
             finished |= {output.request_id: output for output in error.outputs}
             results = (finished.get(each.request_id) or self.llm_engine.abort(each.request_id) for each in requests)
             error.outputs = [output for output in results if output]
             raise
-        finally:
-            bar.close()
         return [finished[request.request_id] for request in requests]
 
     def _stream(

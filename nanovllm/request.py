@@ -178,11 +178,6 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """The generated tokens, as a new list."""
-        return self.token_ids[len(self.prompt_token_ids) :]
-
-    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be computed of it."""
         return self.status is Status.FINISHED

@@ -219,8 +219,11 @@ class Scheduler:
         request.status = Status.FINISHED
         self._release(request)
         request.finish_reason = reason
-        if request.builder is not None:
-            request.builder.finish()
+        try:
+            if request.builder is not None:
+                request.builder.finish()
+        except Exception:
+            logger.exception("request %s ends without the end of its text", request.request_id)
         logger.debug("request %s ends: %s", request.request_id, reason)
         return request
 

@@ -134,9 +134,8 @@ class Detokenizer:
     def _take(self, *, final: bool) -> str:
         """Move what can be read now from the window to the text, and return it."""
         new = self._decode(self._window)[len(self._context) :]
-        pending = len(self._window) - self._known
-        whole = final or pending >= MAX_PENDING
-        ready = new if whole else new.rstrip(INCOMPLETE)
+        long = len(self._window) - self._known >= MAX_PENDING
+        ready = new if final else new.rstrip(INCOMPLETE) or (new if long else "")
         if ready:
             self._append(ready)
             self._context += ready
@@ -144,8 +143,11 @@ class Detokenizer:
             self._window = self._window[self._known :]  # the tokens of this piece are the context of the next
             self._known = len(self._window)
             self._context = self._decode(self._window)
-        elif whole:
+        elif not ready and (final or long):
             del self._window[self._known :]  # they have no text
+        elif long:  # each ends within a character, of which none has more than four bytes: the last few are enough
+            self._window, self._known = self._window[-8:], 0
+            self._context = self._decode(self._window).rstrip(INCOMPLETE)
         return ready
 
     def _append(self, text: str) -> None:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from nanovllm.engine import LLMEngine
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, NanoError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.prompts import Prompt
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[LLMEngine], None]
 
+Failure = str | NanoError
+"""Why a request has no output: the text of an EngineError, or the error that is the reader's own."""
+
 
 class AsyncLLM:
     """A model that answers many callers at once. ``options`` are those of ``LLM``; an open ``LLM`` is taken over.
@@ -41,8 +44,9 @@ class AsyncLLM:
     Use it as ``async with AsyncLLM(...) as llm``, or call ``close()``. Event loops may come and go, and there may be
     several; ``close``, ``abort`` and ``generate`` may be called from any thread that has one.
 
-    Errors: those of ``LLM`` here; RequestError from the call of ``generate`` and ``chat``; EngineError out of the
-    iterators of the requests that a failed step ended, and of all of them after ``close()``.
+    Errors: those of ``LLM`` here; RequestError from the call of ``generate`` and ``chat``, and for a grammar that is
+    refused out of the iterator; EngineError out of the iterators of the requests that a failed step ended, and of all
+    of them after ``close()``.
     """
 
     def __init__(self, model: "str | os.PathLike[str] | LLM", **options: Any) -> None:
@@ -93,7 +97,8 @@ class AsyncLLM:
         fewer and larger ones. ``request_id=None`` draws one. Work begins when the first output is asked for. The
         request ends with its iterator: when the task that reads is cancelled, the loop is left, or ``aclose()`` called.
 
-        Raises RequestError at once for what can never be served, and EngineError after ``close()``.
+        Raises RequestError at once for what can never be served, and EngineError after ``close()``. Whether a grammar
+        can be compiled is found out when work begins: the iterator raises that RequestError.
         """
         with self._lock:
             self._check(request_id)
@@ -180,7 +185,7 @@ class AsyncLLM:
         try:
             while self._obey():
                 self._step()
-        except Exception as error:
+        except BaseException as error:  # a panic in a library of Rust is no Exception, and readers would wait for ever
             logger.exception("the engine is lost")
             reason = f"the engine is lost: {type(error).__name__}: {error}"
         with self._lock:
@@ -201,7 +206,12 @@ class AsyncLLM:
 
     def _begin(self, engine: LLMEngine, key: str, begin: Callable[[LLMEngine, str], None]) -> None:
         if key in self._inboxes:  # else its reader has left already
-            begin(engine, key)
+            try:
+                begin(engine, key)
+            except EngineError:
+                raise
+            except NanoError as error:  # a grammar is compiled here, and may be refused
+                self._post([], {key: type(error)(str(error), parameter=error.parameter, value=error.value)})
 
     def _step(self) -> None:
         try:
@@ -210,11 +220,11 @@ class AsyncLLM:
             ended = [output.request_id for output in error.outputs if output.finished]
             self._post([output for output in error.outputs if not output.finished], dict.fromkeys(ended, str(error)))
 
-    def _post(self, outputs: Sequence[RequestOutput], failures: Mapping[str, str] | None = None) -> None:
+    def _post(self, outputs: Sequence[RequestOutput], failures: Mapping[str, Failure] | None = None) -> None:
         """Put outputs, and the reasons of failures, into inboxes, and wake their readers, each event loop once."""
         wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         with self._lock:
-            news: list[tuple[str, RequestOutput | str]] = [(output.request_id, output) for output in outputs]
+            news: list[tuple[str, RequestOutput | Failure]] = [(output.request_id, output) for output in outputs]
             news += (failures or {}).items()
             for key, each in news:
                 inbox = self._inboxes.get(key)
@@ -242,12 +252,12 @@ class Inbox:
         self._cumulative = cumulative
         self._last: RequestOutput | None = None
         self._samples: dict[int, Sample] = {}
-        self._failure: str | None = None
+        self._failure: Failure | None = None
         self._called = False  # the reader has been woken, and has not come yet
 
-    def put(self, news: RequestOutput | str) -> bool:
+    def put(self, news: RequestOutput | Failure) -> bool:
         """Add an output, or why there will be none; return whether the reader has to be woken."""
-        if isinstance(news, str):
+        if not isinstance(news, RequestOutput):
             self._failure = news
         else:
             self._last = news
@@ -257,9 +267,11 @@ class Inbox:
         return wake
 
     def take(self) -> RequestOutput:
-        """Return all there is, or raise EngineError."""
+        """Return all there is, or raise what the request failed with."""
         self.arrived.clear()
         self._called = False
+        if isinstance(self._failure, NanoError):
+            raise self._failure
         if self._failure is not None or self._last is None:
             raise EngineError(self._failure or "the reader was woken, and there is nothing to read.")
         outputs = [self._samples[index].merged() for index in sorted(self._samples)]

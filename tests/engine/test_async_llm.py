@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -154,6 +155,28 @@ def test_what_is_wrong_is_said_at_the_call(serving):
         AsyncLLM("nowhere", modle=1)
 
 
+def test_a_grammar_that_is_refused_harms_nobody_else(serving, open_llm):
+    """It is compiled on the engine's thread, when the request is queued there."""
+    pytest.importorskip("llguidance")
+    llm = serving()
+    expected = whole(open_llm, PROMPTS[0], LONG)[0].token_ids
+
+    async def main():
+        good = llm.generate(PROMPTS[0], LONG)
+        await anext(good)
+        bad = params_of(structured_outputs=dict(regex="(ab"))
+        for kind in KINDS:
+            with pytest.raises(RequestError, match="regex is '.ab'; it is refused") as caught:
+                await read(llm.generate(PROMPTS[1], replace(bad, output_kind=kind), "bad"))
+            assert caught.value.parameter == "regex"
+        with pytest.raises(UnknownOptionError, match="regexp"):
+            await read(llm.generate(PROMPTS[1], params_of(structured_outputs=dict(regexp="ab"))))
+        assert (await read(good))[-1].token_ids == expected
+        await idle(llm)
+
+    asyncio.run(main())
+
+
 def test_a_drawn_name_is_an_unused_one(serving):
     llm = serving()
 
@@ -259,15 +282,23 @@ def test_a_failed_step_reaches_all_who_wait_for_it_and_the_engine_goes_on(servin
     asyncio.run(main())
 
 
-def test_an_engine_that_is_lost_says_so_to_everybody(serving, monkeypatch):
+class PanicError(BaseException):
+    """As pyo3 raises it where a library of Rust panics."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, PanicError])
+def test_an_engine_that_is_lost_says_so_to_everybody(serving, monkeypatch, kind):
     llm = serving()
+
+    def lost():
+        raise kind
 
     async def main():
         waiting = [asyncio.create_task(read(llm.generate(prompt, LONG))) for prompt in PROMPTS]
         await asyncio.sleep(0.01)
-        monkeypatch.setattr(llm._llm.llm_engine.scheduler, "schedule", lambda: 1 / 0)
-        for found in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(found, EngineError) and "the engine is lost: ZeroDivisionError" in str(found)
+        monkeypatch.setattr(llm._llm.llm_engine.scheduler, "schedule", lost)
+        for found in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60):
+            assert isinstance(found, EngineError) and f"the engine is lost: {kind.__name__}" in str(found)
         with pytest.raises(EngineError, match="lost"):
             llm.generate([1])
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.errors import RequestError
 
 ATOL = 1e-4
 FAMILIES = ("llama", "qwen3", "mistral")
@@ -177,6 +178,18 @@ def test_pinned_prefixes_outlive_eviction(family, open_llm, alone):
     assert llm.llm_engine.scheduler.blocks.num_held == 0
     assert llm.reset_prefix_cache() is True
     assert run(llm, [*shared, 1, 2, 3], greedy())[0].num_cached_tokens == 0
+
+
+def test_a_prefix_that_finds_no_room_is_refused(open_llm):
+    """Other pins hold the cache: what could be pinned of it would be less than was asked for."""
+    llm = open_llm(num_gpu_blocks_override=8)
+    with llm.cache_prefix(list(range(48))):
+        for length in (17, 40):
+            with pytest.raises(RequestError, match="Unpin some"):
+                llm.cache_prefix(list(range(100, 100 + length)))
+        assert llm.llm_engine.scheduler.blocks.num_held == 6
+        with llm.cache_prefix([1] * 16) as other:
+            assert other.num_tokens == 16
 
 
 # D3: neighbours

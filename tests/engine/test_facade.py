@@ -295,9 +295,42 @@ def test_requests_added_below_do_not_get_into_a_call(open_llm):
     llm = open_llm()
     expected = tokens_of(run(llm, PROMPTS))
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    llm.llm_engine.add_request("mine", [1, 2], one)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        llm.llm_engine.add_request("mine", [1, 2], one)
+        assert tokens_of(run(llm, prompts)) == expected[: len(prompts)]
+        llm.llm_engine.abort("mine")
+
+
+class Bar:
+    """A bar of the caller's own that fails in one of its methods."""
+
+    def __init__(self, fails, **_):
+        self.fails = fails
+        self("__init__")
+
+    def __call__(self, method):
+        if method in self.fails:
+            raise ArithmeticError(f"no {method}")
+
+    def set_postfix_str(self, *_, **__):
+        self("set_postfix_str")
+
+    def update(self, _):
+        self("update")
+
+    def close(self):
+        self("close")
+
+
+@pytest.mark.parametrize("fails", [["__init__"], ["set_postfix_str"], ["update", "close"], ["close"]], ids=str)
+def test_a_progress_bar_that_fails_leaves_no_request(open_llm, tiny, fails):
+    llm = open_llm()
+    expected = tokens_of(run(llm, PROMPTS))
+    params = [SamplingParams(temperature=0.0, max_tokens=place, ignore_eos=True) for place in (1, 12, 12, 12)]
+    with pytest.raises(ArithmeticError):
+        llm.generate(PROMPTS, params, use_tqdm=lambda **options: Bar(fails, **options))
+    tiny.assert_idle(llm)
     assert tokens_of(run(llm, PROMPTS)) == expected
-    llm.llm_engine.abort("mine")
 
 
 def test_chat_and_its_stream(open_llm, tiny):
@@ -352,7 +385,9 @@ def test_what_the_call_decides_cannot_come_with_the_templates_variables(open_llm
         open_llm().chat(talk, GREEDY, enable_thinking=True)
 
 
-@pytest.mark.parametrize("given", [None, {"role": "user", "content": "hi"}, 5, iter([]), "hi", [None]], ids=str)
+@pytest.mark.parametrize(
+    "given", [None, {"role": "user", "content": "hi"}, 5, pytest.param(iter([]), id="iterator"), "hi", [None]]
+)
 def test_what_is_no_list_of_messages(open_llm, given):
     with pytest.raises(RequestError, match="a conversation is a list of at least one message"):
         open_llm().chat(given)

@@ -2,7 +2,8 @@
 
 ``test_equivalence.py`` turns one thing at a time. Here each seed draws a pool of 3 to 14 blocks, a budget, a policy,
 whether steps overlap and whether prefixes are found, and requests that come while others run, some with stops,
-penalties, banned words, biases, grammars or several samples, some streamed, some aborted. What each should have given
+penalties, banned words, biases, grammars, log-probabilities of the prompt or several samples, some streamed, some
+aborted. What each should have given
 is computed by itself: one request at a time, in one piece, on a pool that is never short, with nothing cached.
 
 Before each workload the cache is filled with a number that no key has: whoever reads a place that its own request did
@@ -28,6 +29,7 @@ from nanovllm.ops.take_tokens import take_tokens
 from nanovllm.outputs import Logprob
 from nanovllm.request import Request
 from nanovllm.scheduler import Scheduler
+from nanovllm.scoring import prompts
 from nanovllm.structured.matcher import GrammarMatcher
 
 pytest.importorskip("llguidance")
@@ -84,6 +86,8 @@ class Answer:
     reason: str | None = None
     stop: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    """Of the first sample."""
 
 
 def draw_params(dice: random.Random, room: int) -> SamplingParams:
@@ -140,11 +144,15 @@ def draw_work(seed: int) -> Work:
         prompt = ((stem[:shared] + own) or [dice.randrange(256)])[:longest]
         room = pool - len(prompt) + 1  # the last token needs no place
         over = dice.random() < 0.1  # or it would outgrow the pool all by itself
+        params = draw_params(dice, room + 9 if over else dice.randint(1, min(room, 32)))
+        if dice.random() < 0.2:
+            start = dice.choice((None, dice.randrange(len(prompt))))
+            params = replace(params, prompt_logprobs=dice.randint(0, 3), prompt_logprob_start=start)
         jobs.append(
             Job(
                 arrival=dice.choice((0, 0, dice.randint(0, 15))),
                 prompt=tuple(prompt),
-                params=draw_params(dice, room + 9 if over else dice.randint(1, min(room, 32))),
+                params=params,
                 priority=dice.randint(0, 2),
                 salt=dice.choice(("", "", "", "s")),
                 stream=dice.random() < 0.4,
@@ -169,8 +177,9 @@ class Late:
 
     def submit(self, output):
         sampled = self.runner.submit(output)()
-        if tokens := [each.token_id for each in sampled if each is not None]:
-            self.runner._drawn.keep([span for span in output.spans if span.samples], torch.tensor(tokens))
+        if drawn := [(span, each) for span, each in zip(output.spans, sampled, strict=True) if span.samples]:
+            tokens = torch.tensor([each.token_id for _, each in drawn])
+            self.runner._drawn.keep([span for span, _ in drawn], tokens)
         return lambda: sampled
 
 
@@ -230,6 +239,7 @@ class Lab:
                 answer.text += new.text
                 answer.logprobs += new.logprobs or ()
                 answer.reason, answer.stop = new.finish_reason, new.stop_reason
+            answers[int(output.request_id)][0].prompt_logprobs = output.prompt_logprobs or []
             if output.finished:
                 counts["hits"] += output.num_cached_tokens > 0
 
@@ -302,6 +312,8 @@ def check(lab: Lab, seed: int, fault: "Fault | None" = None) -> None:
                 assert (found.tokens, found.text) == (alone.tokens, alone.text), where
                 assert (found.reason, found.stop) == (alone.reason, alone.stop), where
             check_logprobs(found, alone, where)
+            if not index:
+                check_prompt_logprobs(job, found, alone, where)
             count(lab.counts, job, found)
 
 
@@ -315,6 +327,17 @@ def check_logprobs(found: Answer, expected: Answer, where: str) -> None:
         assert len(set(one) & set(other)) >= len(one) - 1, where  # the last of the best may tie with the next one
 
 
+def check_prompt_logprobs(job: Job, found: Answer, expected: Answer, where: str) -> None:
+    """All of them, but for a prompt that was not computed to its end."""
+    one, other = found.prompt_logprobs, expected.prompt_logprobs
+    assert len(one) == len(other) or (found.reason == "abort" and not found.tokens), where
+    for token, known, alone in zip(job.prompt, one, other, strict=False):
+        assert (known is None) == (alone is None), where
+        if known is not None:
+            assert next(iter(known)) == token, where
+            assert known[token].logprob == pytest.approx(alone[token].logprob, abs=ATOL), where
+
+
 def count(counts: Counter, job: Job, found: Answer) -> None:
     params = job.params
     counts[f"end {found.reason}"] += 1
@@ -324,6 +347,7 @@ def count(counts: Counter, job: Job, found: Answer) -> None:
     counts["stop string"] += isinstance(found.stop, str)
     counts["stop id"] += isinstance(found.stop, int)
     counts["log-probabilities"] += len(found.logprobs)
+    counts["of prompts"] += sum(entry is not None for entry in found.prompt_logprobs)
     counts["penalties"] += params.penalizes
     counts["bad words"] += bool(params.bad_words)
     counts["bias"] += bool(params.logit_bias)
@@ -334,8 +358,8 @@ def count(counts: Counter, job: Job, found: Answer) -> None:
 LEAST = {
     "preemptions": 30, "hits": 25, "evictions": 100, "chunks": 100, "aborts": 15, "blocks in common": 100,
     "streamed": 60, "samples": 40, "grammar": 30, "stop string": 15, "stop id": 15, "log-probabilities": 500,
-    "penalties": 60, "bad words": 40, "bias": 40, "outgrown": 4, "end stop": 60, "end length": 60, "end abort": 15,
-    "tokens": 2000,
+    "of prompts": 100, "penalties": 60, "bad words": 40, "bias": 40, "outgrown": 4, "end stop": 60, "end length": 60,
+    "end abort": 15, "tokens": 2000,
 }  # fmt: skip
 """Without these, the test would prove nothing."""
 
@@ -396,6 +420,10 @@ FAULTS = [
     # what comes back
     Fault("samples share a seed", engine, "sample_seed", "if index else seed", "if index > 1 else seed"),
     Fault("a stream repeats its text", LLMEngine, "_completion", "request.num_sent_chars += len(text)", "pass"),
+    Fault("a prompt's log-probabilities are another row's", prompts, "score_prompts",
+          "edge + places.start - span.start", "edge"),
+    Fault("a piece of a prompt tells of its own first token", Request, "unscored", "max(start, ", "max(start - 1, "),
+    Fault("a hit hides what has to be told", BlockManager, "admit", "unscored.start if unscored else ", ""),
     Fault("log-probabilities are the next row's", sampler.Samples, "sampled", "Sampled(token, scores, row)",
           "Sampled(token, scores, max(row - 1, self.first))"),
 ]  # fmt: skip

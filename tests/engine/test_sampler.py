@@ -187,7 +187,7 @@ def test_what_may_not_be_drawn_before_min_tokens():
 
 def by_hand(row: list[float], request: Request) -> list[float]:
     """Allowed ids, bad words, min_tokens, bias, penalties, in that order."""
-    params, output = request.params, request.output_token_ids
+    params, output = request.params, request.token_ids[len(request.prompt_token_ids) :]
     row = [
         x if not params.allowed_token_ids or token in params.allowed_token_ids else -INF for token, x in enumerate(row)
     ]
@@ -242,7 +242,7 @@ def test_a_token_that_only_the_device_knows_counts(seed):
     requests = [random_request(draw, place) for place in range(8)]
     behind, pending = [], []
     for place, request in enumerate(requests):
-        output = request.output_token_ids
+        output = request.token_ids[len(request.prompt_token_ids) :]
         lags = output and draw.random() < 0.7
         one = Request(
             request_id=str(place), prompt_token_ids=[1, 2, 3], params=request.params, max_tokens=99, arrival=place,

@@ -162,6 +162,25 @@ def test_the_blocks_after_a_duplicate_continue_the_known_chain():
     assert again.block_ids[:2] == [twins[0].block_ids[0], known]
 
 
+def test_a_block_whose_parent_is_gone_does_not_hide_the_next_one_of_its_kind():
+    """The second of two twins continues the first one's block, not its own, and that one may be evicted before it."""
+    for ended in (False, True):
+        manager, prompt = pool(5), [1] * 4 + [2] * 4 + [3]
+        short, long = request(prompt[:5]), request(prompt)
+        assert manager.admit(short) and manager.admit(long)
+        for twin in (short, long):
+            compute(manager, twin)
+        manager.free(short)
+        other = request([4] * 8)
+        assert manager.admit(other) and manager.num_evictions == 1
+        manager.free(other)
+        if ended:
+            manager.free(long)
+        serve(manager, prompt[:8])
+        assert len(manager.pin(request(prompt))) == 2
+        manager.check()
+
+
 def test_the_same_tokens_after_another_beginning_are_another_block():
     manager = pool(6)
     serve(manager, [1] * 4 + [2] * 4)
@@ -411,6 +430,13 @@ class Model:
             parent = chain[-1] if chain else None
             prefix = (salt, *tokens[: (place + 1) * SIZE])
             entry = self.known.get(self.key(prefix))
+            before = self.known.get(self.key((salt, *tokens[: place * SIZE])))
+            if entry is not None and place and (before is None or before is not entry.parent):
+                del self.known[self.key(prefix)]
+                if entry.block in self.cached:
+                    self.cached.remove(entry.block)
+                    self.blank.append(entry.block)
+                entry = None
             if entry is None or entry.prefix != prefix or entry.parent is not parent:
                 new = Known(table[place], prefix, parent)
                 if entry is None:

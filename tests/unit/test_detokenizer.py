@@ -197,6 +197,22 @@ def test_bytes_that_never_become_a_character_do_not_wait_for_ever():
     assert len(builder.since(0)) >= 2 * MAX_PENDING
 
 
+@QUICK
+@given(signs=st.lists(st.sampled_from("\u00e9\u4f60\U0001f600"), min_size=200, max_size=400), data=st.data())
+def test_every_token_may_end_within_a_character(signs, data):
+    """So no piece of the text is ever whole; each character comes when it is, and never as something else."""
+    text, pieces, start = "".join(signs), [], 0
+    code, end = text.encode(), 0
+    for sign in signs:
+        stop = end + data.draw(st.integers(1, len(sign.encode()) - 1))
+        pieces.append(code[start:stop])
+        start, end = stop, end + len(sign.encode())
+    pieces.append(code[start:])
+    whole, _, streamed = feed(Pieces(pieces), range(len(pieces)))
+    assert whole == text == "".join(streamed)
+    assert all(len(piece) == 1 for piece in streamed[1:-1])
+
+
 # --- a real tokenizer -------------------------------------------------------------------------------------------
 
 
@@ -258,6 +274,7 @@ CASES = {
     "letters": [b"a", b" b"],
     "half characters": [b"\xe4\xbd", b"\xa0"],
     "bytes that are no text": [b"\xff", b"\xfe"],
+    "ends within characters": [b"\xa0\xe4\xbd"],
 }
 
 

@@ -67,14 +67,21 @@ class Mutant:
         return block_manager.BlockManager, mutated.Scheduler
 
 
+SEARCHES = 10
+"""A search ends with the first example that finds the fault, and of some faults one in a hundred does."""
+
+
+def by_machine(base, manager):
+    machine = type("Machine", (base,), {"manager_class": manager})
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=SEARCHES * QUICK.max_examples))
+
+
 def by_model(manager, _):
-    machine = type("Machine", (BLOCKS.BlockManagerMachine,), {"manager_class": manager})
-    run_state_machine_as_test(machine, settings=QUICK)
+    by_machine(BLOCKS.BlockManagerMachine, manager)
 
 
 def by_constant_hash(manager, _):
-    machine = type("Machine", (BLOCKS.ConstantHashMachine,), {"manager_class": manager})
-    run_state_machine_as_test(machine, settings=QUICK)
+    by_machine(BLOCKS.ConstantHashMachine, manager)
 
 
 def by_workloads(manager, scheduler_class):
@@ -127,6 +134,14 @@ MUTANTS = [
         "if block.digest is None:\n                    self._blank.insert(0, index)", MODELS,
     ),
     Mutant("heads are freed before tails", block_manager, "in reversed(block_ids)", "in block_ids", MODELS),
+    Mutant(
+        "a block that nobody can find hides the next one", block_manager,
+        "before is None or before.serial != known.parent", "False", ("examples", "constant hash"),
+    ),
+    Mutant(
+        "a block that nobody can find is taken for blank while it is held", block_manager,
+        "if known.ref_count == 0:", "if True:", ("examples", "constant hash"),
+    ),
     Mutant("a digest forgets the parent", block_manager, "self._hash(parent + array", "self._hash(b'' + array", MODEL),
     Mutant(
         "a hit compares tokens only", block_manager,
@@ -291,8 +306,9 @@ def test_a_planted_fault_is_found(mutant, check):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_without_a_fault_nothing_is_found(check):
+def test_without_a_fault_nothing_is_found(check, monkeypatch):
     """The same checks, on the same paths, pass on the code as it is."""
+    monkeypatch.setitem(globals(), "SEARCHES", 1)
     unchanged = Mutant("none", block_manager, "import logging\n", "import logging\n", ())
     CHECKS[check](*unchanged.parts())
 

@@ -44,7 +44,7 @@ def test_a_new_request():
     new = request()
     assert new.status is Status.WAITING and not new.is_finished
     assert new.token_ids == [5, 6] and new.token_ids is not new.prompt_token_ids
-    assert (new.num_tokens, new.num_output_tokens, new.output_token_ids) == (2, 0, [])
+    assert (new.num_tokens, new.num_output_tokens, new.token_ids[len(new.prompt_token_ids) :]) == (2, 0, [])
     assert new != request(), "two requests are two, however alike"
 
 
@@ -61,7 +61,7 @@ def test_tokens_are_kept_with_their_logprobs():
     assert sampled.logprobs == entry and Sampled(3).logprobs is None
     asked.append(sampled)
     asked.append(Sampled(4))
-    assert (asked.output_token_ids, asked.num_tokens, asked.logprobs) == ([3, 4], 4, [entry])
+    assert (asked.token_ids[len(asked.prompt_token_ids) :], asked.num_tokens, asked.logprobs) == ([3, 4], 4, [entry])
     assert asked.prompt_token_ids == [5, 6]
 
 

@@ -27,11 +27,11 @@ def next_token(seed, tokens):
     return crc32(bytes(tokens) + seed.to_bytes(9, "big", signed=True)) % VOCAB
 
 
-def alone(seed, prompt, max_tokens):
+def alone(seed, prompt, max_tokens, *, ends=True):
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(next_token(seed, tokens))
-        if tokens[-1] == END:
+        if ends and tokens[-1] == END:
             break
     return tokens[len(prompt) :]
 
@@ -178,6 +178,24 @@ def test_abort_ends_all_samples_wherever_they_are(steps):
     assert [c.token_ids for c in found.outputs] == [alone(sample_seed(2, index), [1] * 9, 4) for index in range(2)]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("steps", range(12))
+def test_abort_of_a_stream_says_each_end_once(steps, lookahead):
+    """Some samples have ended by then, and their last pieces were given out; all outputs tell of the first's hits."""
+    engine = engine_of(lookahead=lookahead)
+    params = SamplingParams(n=4, seed=2, max_tokens=11)
+    engine.add_request("a", [1] * 9, params, stream=True)
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    outputs.append(engine.abort("a"))
+    found = [(each.index, each.finish_reason) for output in outputs for each in output.outputs if each.finished()]
+    assert sorted(index for index, _ in found) == [0, 1, 2, 3]
+    assert {output.num_cached_tokens for output in outputs} == {0}
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert finish(engine) == {}
+    if steps == 8:
+        assert {reason for _, reason in found} == {"stop", "abort"}, "the test would prove nothing"
+
+
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_in_a_step_that_fails_do_not_take_the_others_with_them(fail_at, stream):
@@ -206,7 +224,50 @@ def test_samples_in_a_step_that_fails_do_not_take_the_others_with_them(fail_at, 
     assert engine.scheduler.blocks.num_held == 0 and not engine.scheduler.held
 
 
-def test_a_sample_whose_text_cannot_be_built_ends_alone():
+@settings(QUICK, max_examples=400)
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.booleans()), min_size=1, max_size=3
+    ),
+    blocks=st.integers(3, 8), lookahead=st.integers(0, 1),
+    fails=st.dictionaries(st.integers(1, 60), st.booleans(), max_size=8),
+)  # fmt: skip
+def test_each_sample_ends_once_whatever_steps_fail(jobs, blocks, lookahead, fails):
+    """Some fail when they are submitted, some when they are fetched, in pools where samples end for want of blocks."""
+    engine = engine_of(blocks=blocks, lookahead=lookahead)
+    runner, submit = engine._runner, engine._runner.submit
+
+    def failing(output):
+        fetch, late = submit(output), fails.get(runner.steps)
+        if late is False:
+            raise RuntimeError("broken")
+        return fetch if late is None else lambda: 1 / 0
+
+    runner.submit = failing
+    for name, (n, length, max_tokens, stream) in enumerate(jobs):
+        params = SamplingParams(n=n, seed=name, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(str(name), [1] * length, params, stream=stream)
+    found = []
+    while engine.has_unfinished_requests:
+        try:
+            found += engine.step()
+        except EngineError as error:
+            found += error.outputs
+    for name, (n, length, max_tokens, _) in enumerate(jobs):
+        outputs = [output for output in found if output.request_id == str(name)]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for index in range(n):
+            pieces = [each for output in outputs for each in output.outputs if each.index == index]
+            assert [piece.finished() for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            tokens = [token for piece in pieces for token in piece.token_ids]
+            assert tokens == alone(sample_seed(name, index), [1] * length, len(tokens), ends=False)
+            assert pieces[-1].finish_reason == "error" or len(tokens) == min(max_tokens, 4 * blocks - length + 1)
+    assert not engine._ended and not engine._streaming, "nothing is left for a step that never comes"
+    assert engine.scheduler.blocks.num_held == 0 and not engine.scheduler.held
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_sample_whose_text_cannot_be_built_ends_alone(lookahead):
     class Fragile:
         def since(self, start):
             return ""
@@ -216,7 +277,7 @@ def test_a_sample_whose_text_cannot_be_built_ends_alone():
                 raise LookupError("no such token")
 
         def finish(self):
-            pass
+            self.push(0, may_stop=False)  # a tokenizer that fails once fails again
 
     made = []
 
@@ -225,12 +286,16 @@ def test_a_sample_whose_text_cannot_be_built_ends_alone():
         made[-1].fails = len(made) == 2
         return made[-1]
 
-    engine = engine_of()
+    engine = engine_of(lookahead=lookahead)
     engine._make_builder = make
     engine.add_request("a", [1], SamplingParams(n=3, seed=5, max_tokens=6))
     ((output,),) = finish(engine).values()
     assert [c.finish_reason == "error" for c in output.outputs] == [False, True, False]
     assert output.outputs[2].token_ids == alone(sample_seed(5, 2), [1], 6)
+    made.clear()
+    engine.add_request("a", [1], SamplingParams(n=3, seed=5, max_tokens=6))
+    assert [c.finish_reason for c in engine.abort("a").outputs] == ["abort"] * 3
+    assert finish(engine) == {}
 
 
 def test_seeds_differ_and_are_those_of_the_request():

@@ -62,7 +62,7 @@ def check_requests(run, recording):
     for request, place in run.books.places.items():
         row = recording["requests"][place]
         assert row["prompt"] == request.prompt_token_ids and row["rank"] == request.rank
-        assert [drawn[place][at] for at in sorted(drawn[place])] == request.output_token_ids
+        assert [drawn[place][at] for at in sorted(drawn[place])] == request.token_ids[len(request.prompt_token_ids) :]
         assert min(drawn[place], default=len(row["prompt"])) == len(row["prompt"])
         assert (row["finish"], row["cached"]) == (request.finish_reason, request.num_cached_tokens)
         assert row["arrived"] <= row["ended"] and row["gone_step"] >= row["before_step"]
