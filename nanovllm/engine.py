@@ -136,25 +136,16 @@ class LLMEngine:
         unscored = Logprobs([Unscored()] * number, [0] * number, self._decode_token) if number else None
         samples = [
             Request(
-                request_id=request_id,
-                index=index,
-                prompt=prompt,
-                prompt_token_ids=tokens,
-                params=params,
+                request_id=request_id, index=index, prompt=prompt, prompt_token_ids=tokens, params=params,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
-                seed=sample_seed(seed, index),
-                arrival=arrival,
-                bad_words=bad_words,
-                priority=priority,
-                cache_salt=cache_salt,
-                prompt_logprobs=unscored if index == 0 else None,
+                seed=sample_seed(seed, index), arrival=arrival, bad_words=bad_words, priority=priority,
+                cache_salt=cache_salt, prompt_logprobs=unscored if index == 0 else None,
                 builder=self._make_builder(params) if self._make_builder and params.detokenize else None,
-                matcher=matcher,
-                stream=stream,
+                matcher=matcher, stream=stream,
             )
             for index, matcher in enumerate(matchers)
-        ]
+        ]  # fmt: skip
         self._requests[request_id] = samples
         now, wall = time.perf_counter(), time.time()
         for request in samples:

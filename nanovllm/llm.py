@@ -20,11 +20,11 @@ from nanovllm.build import Built, build
 from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError, unknown_option
 from nanovllm.interrupts import HeldBack, no_collection, old_objects_kept
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import Prompt, TokensPrompt, as_list, one_each, parse
+from nanovllm.prompts import Prompt, TokensPrompt, as_list, built_options, one_each, parse
 from nanovllm.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Message, Tokenizer
@@ -142,13 +142,13 @@ class LLM(AbstractContextManager["LLM"]):
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
-        use_tqdm: bool | Callable[..., Any] = True, priority: Priority = None,
+        use_tqdm: bool | Callable[..., Any] = True, priority: Priority = None, **vllm: Any,
     ) -> list[RequestOutput]:  # fmt: skip
         """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
 
         A prompt is a str, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``. One
         ``SamplingParams`` serves all prompts; a list has one for each. ``priority``: smaller goes first, under
-        ``scheduling_policy="priority"``.
+        ``scheduling_policy="priority"``. ``vllm``: what ``prompts.NOT_BUILT`` lists, as long as it asks for nothing.
 
         Raises RequestError before anything is computed if some prompt can never be served, with its place in the
         list; nothing of the call is queued then. A request that fails alone while it runs has a result like the others,
@@ -156,6 +156,8 @@ class LLM(AbstractContextManager["LLM"]):
         for each prompt, those that were done and how far the others came ("error" or "abort"). On any exception,
         Ctrl-C included, the requests of this call are aborted, and the engine can go on.
         """
+        if unknown := built_options(vllm):
+            raise unknown_option("generate", min(unknown), ("sampling_params", "use_tqdm", "priority"))
         return self._finish(as_list(prompts), sampling_params, priority, use_tqdm)[1]
 
     def chat(
@@ -165,7 +167,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Answer one conversation (a list of messages) or many (a list of lists), through the chat template.
 
         ``template`` takes ``add_generation_prompt``, ``continue_final_message``, ``tools``, ``chat_template`` and
-        ``chat_template_kwargs``.
+        ``chat_template_kwargs``, and what ``generate`` takes as ``vllm``.
         """
         return self._finish(self._conversations(messages, template), sampling_params, priority, use_tqdm)[1]
 
@@ -277,7 +279,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _conversations(self, messages: Conversations, options: Mapping[str, Any]) -> list[TokensPrompt]:
         one = not isinstance(messages, Sequence) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        return [self.render(conversation, **options) for conversation in conversations]
+        return [self.render(conversation, **built_options(options)) for conversation in conversations]
 
     def _add(self, prompts: Sequence[Prompt], params: Params, priority: Priority, *, stream: bool) -> list[Request]:
         """Check and queue the prompts of one call; if one is refused, none is queued."""

@@ -12,7 +12,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import sample_seed
-from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, UnknownOptionError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[72, 101, 108], [5], [9] * 17, [1, 2, 3, 4, 5, 6, 7, 8]]
@@ -694,3 +694,27 @@ def test_an_empty_name_is_no_folder(folders, monkeypatch):
     monkeypatch.chdir(folders["llama"])
     with pytest.raises(CheckpointError, match="there is no model ''"):
         LLM("")
+
+
+NOTHING = {"lora_request": None, "tokenization_kwargs": None, "mm_processor_kwargs": {}}
+
+
+def test_arguments_of_vllm_that_ask_for_nothing_are_accepted(open_llm):
+    llm = open_llm()
+    (plain,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    (output,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, **NOTHING)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    for name in NOTHING:
+        with pytest.raises(RequestError, match=f"{name} is 'x'; it is not supported; leave it out"):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, **{name: "x"})
+    with pytest.raises(UnknownOptionError, match="generate has no option 'prioritty'. Did you mean 'priority'"):
+        llm.generate(PROMPTS[0], GREEDY, prioritty=1)
+
+
+def test_a_conversation_takes_them_too(open_llm):
+    llm, talk = open_llm(), [{"role": "user", "content": "hi"}]
+    given = NOTHING | {"chat_template_content_format": "auto"}
+    (plain,), (output,) = (llm.chat(talk, GREEDY, use_tqdm=False, **more) for more in ({}, given))
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    with pytest.raises(RequestError, match="chat_template_content_format is 'openai'"):
+        llm.chat(talk, GREEDY, use_tqdm=False, chat_template_content_format="openai")
