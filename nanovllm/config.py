@@ -38,7 +38,7 @@ LEAST = dict.fromkeys(
     ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override",
      "block_size", "tensor_parallel_size", "data_parallel_size"), 1
 ) | {"max_logprobs": -1, "max_model_len": 2}  # fmt: skip
-NOT_YET: dict[str, tuple[Any, ...]] = {
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "quantization": (None,), "pipeline_parallel_size": (1,), "distributed_executor_backend": (None,),
     "tokenizer_revision": (None,), "override_generation_config": (None, {}), "speculative_config": (None,),
     "enable_lora": (False,), "enable_sleep_mode": (False,), "cpu_offload_gb": (0,),
@@ -156,9 +156,9 @@ class EngineConfig:
                 wanted = value is False if name == "enable_chunked_prefill" else bool(value)
                 if wanted:
                     logger.warning("%s=%r is ignored: %s", name, value, IGNORED[name])
-            elif name in NOT_YET:
-                if value not in NOT_YET[name]:
-                    _refuse(name, value, f"is not supported yet; leave it at {NOT_YET[name][0]!r}")
+            elif name in NOT_BUILT:
+                if value not in NOT_BUILT[name]:
+                    _refuse(name, value, f"is not supported; leave it out, or at {NOT_BUILT[name][0]!r}")
             elif target not in known:
                 raise unknown_option("LLM", name, known | set(ALIASES))
             elif target in found:

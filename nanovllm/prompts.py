@@ -24,6 +24,12 @@ class TokensPrompt(TypedDict, total=False):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "lora_request": (None,), "tokenization_kwargs": (None, {}), "mm_processor_kwargs": (None, {}),
+    "chat_template_content_format": ("auto",),
+}  # fmt: skip
+"""Arguments of vLLM's calls: any value but these, which ask for nothing, is refused, not ignored."""
+
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or many? A str, a dict, or a non-empty list of ints is one, as in vLLM; ``[]`` is none."""
@@ -76,17 +82,10 @@ def _is_ids(value: object) -> bool:
     return value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)))
 
 
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "lora_request": (None,), "tokenization_kwargs": (None, {}), "mm_processor_kwargs": (None, {}),
-    "chat_template_content_format": ("auto",),
-}  # fmt: skip
-"""Arguments of vLLM's calls: any value but these, which ask for nothing, is refused, not ignored."""
-
-
 def built_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's further arguments without vLLM's that are not built. Raises RequestError if one asks for any."""
     for name, values in NOT_BUILT.items():
         if given.get(name, values[0]) not in values:
             rule = f"is not supported; leave it out, or at {values[0]!r}"
-            raise RequestError(f"{name} is {given[name]!r}; it {rule}.", parameter=name, value=given[name])
+            raise RequestError(f"{name} is {shown(given[name])}; it {rule}.", parameter=name, value=given[name])
     return {name: value for name, value in given.items() if name not in NOT_BUILT}

@@ -75,6 +75,16 @@ def back_to_back(connection):
     assert int(wrong) == 0
 
 
+def recorded(step):
+    """Make a step once, and return it as a CUDA graph."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        step()
+    return graph
+
+
 def replays(connection):
     """1,000 replays of a graph of several sizes, and calls between them."""
     counts = [4096, 5120, 8 * 4096, 1, MOST, 3 * 1024 + 5]
@@ -91,11 +101,7 @@ def replays(connection):
         for x, right in zip(held, expected, strict=True):
             wrong.add_((x != right).sum())
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        step()
+    graph = recorded(step)
     for replay in range(1000):
         graph.replay()
         if replay % 100 == 0:
@@ -111,11 +117,7 @@ def lost(connection, graphs=False):
         for _ in range(10):
             connection.all_reduce(x)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        step()
+    graph = recorded(step)
     for _ in range(2):
         graph.replay() if graphs else step()
     torch.cuda.synchronize()
