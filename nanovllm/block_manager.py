@@ -87,11 +87,6 @@ class BlockManager:
         """Blocks that some request or pin reads."""
         return self.num_blocks - self.num_free
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that nobody reads but that can still be found."""
-        return len(self._cached)
-
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks ``num_tokens`` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)

@@ -52,7 +52,8 @@ FROZEN_AT_START = 1000
 def old_objects_kept() -> Iterator[None]:
     """Within it nothing that is there now is looked at for garbage: all of it is, as ever, afterwards.
 
-    Does nothing where the program has frozen objects itself, or another call is within.
+    Does nothing where the program has frozen objects itself, or another call is within. Who stays long within it
+    collects first.
     """
     ours = gc.get_freeze_count() < FROZEN_AT_START
     if ours:

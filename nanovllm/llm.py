@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from threading import RLock
 from typing import Any, cast
 
-from torch import Tensor
+import torch
 from tqdm import tqdm
 
 from nanovllm.admission import expect
@@ -98,6 +98,8 @@ class LLM(AbstractContextManager["LLM"]):
             if built is not None:
                 built.engine.close()
                 built.close()
+                del built
+                torch.cuda.empty_cache()  # or torch would keep it, for this process alone
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -241,7 +243,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._turn:
             return self.llm_engine.scheduler.blocks.reset_prefix_cache()
 
-    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write new weights over the old ones, in place, under the checkpoint's own names (``state_dict()`` or pairs).
 
         What is not named keeps its values, so several calls may bring a model in pieces; each call holds its tensors
@@ -365,15 +367,16 @@ class LLM(AbstractContextManager["LLM"]):
                 places = {request.request_id: str(place) for place, request in enumerate(requests)}
                 self._mail |= dict.fromkeys(places, mail)
             pending = len(requests)
-            while pending:
-                while not mail:
-                    with self._turn, HeldBack():
-                        if not mail:  # another thread's step may have brought some
-                            self._step()
-                output = mail.popleft()
-                pending -= output.finished
-                output.request_id = places[output.request_id]
-                yield output
+            with old_objects_kept():
+                while pending:
+                    while not mail:
+                        with self._turn, HeldBack():
+                            if not mail:  # another thread's step may have brought some
+                                self._step()
+                    output = mail.popleft()
+                    pending -= output.finished
+                    output.request_id = places[output.request_id]
+                    yield output
         finally:
             with HeldBack(), self._turn:
                 self._abort(requests)

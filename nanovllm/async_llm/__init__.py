@@ -13,6 +13,7 @@ An inbox holds one merged output, however slow its reader is: memory is bounded 
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError, NanoError, RequestError
+from nanovllm.interrupts import old_objects_kept
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.prompts import Prompt
@@ -183,8 +185,10 @@ class AsyncLLM:
     def _serve(self) -> None:
         reason = "this AsyncLLM has been closed; make a new one."
         try:
-            while self._obey():
-                self._step()
+            gc.collect()
+            with old_objects_kept():
+                while self._obey():
+                    self._step()
         except BaseException as error:  # a panic in a library of Rust is no Exception, and readers would wait for ever
             logger.exception("the engine is lost")
             reason = f"the engine is lost: {type(error).__name__}: {error}"

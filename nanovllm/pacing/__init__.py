@@ -54,7 +54,7 @@ class Step(NamedTuple):
     reachable: bool
     """Whether one request alone would be within the target."""
     limited: bool
-    """Whether there would have been more of prompts without a target."""
+    """Whether it has prompts, and would have had more of them without a target."""
 
 
 class PacedScheduler(Scheduler):
@@ -106,7 +106,8 @@ class PacedScheduler(Scheduler):
         output = super().schedule()
         if output.spans:
             work = Work.of(output.spans)
-            limited = bool(decodes) and output.num_tokens == self.max_num_batched_tokens < self._most_tokens
+            limited = bool(decodes and work.prompt)
+            limited = limited and output.num_tokens == self.max_num_batched_tokens < self._most_tokens
             self._under_way.append(Step(output, work, began, alone <= self.target, limited))
             self._without_prompt = 0 if work.prompt else self._without_prompt + 1
             if work.prompt:

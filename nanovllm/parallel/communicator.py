@@ -38,6 +38,13 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' ``x`` [*shape], in their order: [size, *shape]."""
 
+    def plus(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return two summands for the norm behind, (``all_reduce``, the residual), or (their sum, None).
+
+        On all ranks the same; ``x`` may be overwritten.
+        """
+        return self.all_reduce(x), residual
+
 
 class Connection(Communicator, Protocol):
     """A communicator that can be ended."""
@@ -46,7 +53,7 @@ class Connection(Communicator, Protocol):
         """Let go of the other ranks; a wait for them, in any thread, ends. A second call does nothing."""
 
 
-class Gloo:
+class Gloo(Connection):
     """Between processes of one machine, over the loopback. ``path`` is a file that does not exist yet.
 
     Raises RuntimeError from every call once another rank is gone.
@@ -82,7 +89,7 @@ class _Id(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * NCCL_ID_BYTES),)
 
 
-class NCCL:
+class NCCL(Connection):
     """Between GPUs, on the current stream: calls return at once, and a CUDA graph can hold them.
 
     The library is called directly, as in vLLM's ``pynccl``: torch's process groups come with a watchdog that may end

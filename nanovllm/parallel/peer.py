@@ -41,7 +41,7 @@ GRANULE_BYTES = 2**21
 """A smaller piece is cut from a larger one, and then others would map that one."""
 
 
-class OneShot:
+class OneShot(Connection):
     """NCCL, but for small sums. Every sum is made in the order of ranks, in float32: the same bits on all of them.
 
     ``memories``: where each rank's memory is on this one's device; given back when this object goes.
@@ -62,17 +62,27 @@ class OneShot:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
-        if x.dtype not in DTYPES or not 0 < x.nbytes <= self.most_bytes:
-            return self._below.all_reduce(x)
-        from nanovllm.parallel.peer_kernel import all_reduce
+        return self._add_up(x, None) if self._takes(x) else self._below.all_reduce(x)
 
-        x = x.contiguous()
-        all_reduce(x, self._addresses, self._calls, self.rank, self.size)
-        return x
+    def plus(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``Communicator``. The kernel adds the residual on its way: one that the norm behind need not write."""
+        if self._takes(x) and residual.dtype is x.dtype:
+            return self._add_up(x, residual.contiguous()), None
+        return self._below.plus(x, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
         return self._below.all_gather(x)
+
+    def _takes(self, x: Tensor) -> bool:
+        return x.dtype in DTYPES and 0 < x.nbytes <= self.most_bytes
+
+    def _add_up(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        from nanovllm.parallel.peer_kernel import all_reduce
+
+        x = x.contiguous()
+        all_reduce(x, residual, self._addresses, self._calls, self.rank, self.size)
+        return x
 
     def close(self) -> None:
         """See ``Connection``. What kernels give that have waited in vain is no sum, and nobody may use it.

@@ -45,10 +45,13 @@ MEMORY_BYTES = 2 * PROGRAMS * 8 + 2 * ELEMENTS * 2
 
 @triton.jit
 def one_shot_kernel(
-    x, addresses, calls, count, RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
+    x, residual, addresses, calls, count, RANK: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
     ELEMENTS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, SPINS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Add up a block of ``x`` over ranks, in place. ``addresses``: the ranks' memories, and the host's word."""
+    """Add up a block of ``x`` over ranks, in place, and to that a residual, if there is one.
+
+    ``addresses``: the ranks' memories, and the host's word.
+    """
     release(WAITS)
     program = tl.program_id(0)
     ranks = tl.arange(0, LANES)
@@ -66,6 +69,9 @@ def one_shot_kernel(
     inside = place < count
     mine = tl.load(x + place, inside, 0.0)
     tl.store(_elements(memories[RANK], half, place, x, PROGRAMS, ELEMENTS), mine, inside)
+    more = 0.0
+    if residual is not None:
+        more = tl.load(residual + place, inside, 0.0).to(tl.float32)
     tl.debug_barrier()  # one thread speaks for all of the program
     tl.atomic_add(counters + counter, 1, (ranks < SIZE) & (ranks != RANK), sem="release", scope="sys")
 
@@ -89,6 +95,8 @@ def one_shot_kernel(
             total = piece.to(tl.float32)
         else:
             total += piece.to(tl.float32)
+    if residual is not None:
+        total = total.to(x.dtype.element_ty).to(tl.float32) + more
     tl.store(x + place, total.to(x.dtype.element_ty), inside)
     tl.store(calls + program, call + 1)
 
@@ -100,14 +108,15 @@ def _elements(memory, half, place, x, PROGRAMS: tl.constexpr, ELEMENTS: tl.const
     return tl.max_contiguous(tl.multiple_of(start + place, 16), 8)  # they may be read 16 bytes at a time
 
 
-def all_reduce(x: Tensor, addresses: Tensor, calls: Tensor, rank: int, size: int) -> None:
-    """Add up ``x`` over ranks, in place: at most ``ELEMENTS`` numbers of two bytes, side by side.
+def all_reduce(x: Tensor, residual: Tensor | None, addresses: Tensor, calls: Tensor, rank: int, size: int) -> None:
+    """Add up ``x`` over ranks, in place: at most ``ELEMENTS`` numbers of two bytes, side by side as in ``residual``.
 
-    In float32, from rank 0's to the last rank's, with one rounding at the end. ``addresses`` int64 [size + 1] and
-    ``calls`` int64 [PROGRAMS]; calls begin with zeros as the counters do.
+    In float32, from rank 0's to the last rank's, with one rounding at the end; the residual, which each rank has, is
+    added to the rounded sum, with another. ``addresses`` int64 [size + 1] and ``calls`` int64 [PROGRAMS]; calls begin
+    with zeros as the counters do.
     """
     one_shot_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-        x, addresses, calls, x.numel(), RANK=rank, SIZE=size, LANES=triton.next_power_of_2(size),
+        x, residual, addresses, calls, x.numel(), RANK=rank, SIZE=size, LANES=triton.next_power_of_2(size),
         ELEMENTS=ELEMENTS, PROGRAMS=PROGRAMS, BLOCK=BLOCK, SPINS=SPINS, num_warps=WARPS,
         **launch_options(x), **FUSED,
     )  # fmt: skip

@@ -87,3 +87,7 @@ class Rank:
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Communicator``."""
         return self.connection.all_gather(x)
+
+    def plus(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``Communicator``."""
+        return self.connection.plus(x, residual)

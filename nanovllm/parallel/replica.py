@@ -10,6 +10,7 @@ The first thread takes whatever comes at once, so that neither end waits for one
 late: the thread that ends this process with its parent comes first.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 from nanovllm.engine import LLMEngine
 from nanovllm.errors import EngineError, NanoError, RequestError
+from nanovllm.interrupts import old_objects_kept
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.messages import read_params
 from nanovllm.parallel.wire import Line, Parts, Sheet
@@ -71,7 +73,9 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     Thread(target=answer, args=(questions, metrics, life), name="nanovllm-answers", daemon=True).start()
     try:
         line.send({"num_blocks": built.engine.scheduler.blocks.num_blocks})
-        Server(line, built.engine).run()
+        gc.collect()
+        with old_objects_kept():
+            Server(line, built.engine).run()
     finally:
         built.engine.close()
         built.close()

@@ -92,7 +92,7 @@ class RowLinear(Linear):
         self, x: Float[Tensor, "tokens inputs"], residual: Float[Tensor, "tokens outputs"]
     ) -> tuple[Float[Tensor, "tokens outputs"], Float[Tensor, "tokens outputs"] | None]:
         """Apply the layer; the residual is added once, when the sum over ranks is known."""
-        return self(x), residual
+        return self._communicator.plus(super().forward(x), residual)
 
 
 class VocabularyEmbedding(Embedding):

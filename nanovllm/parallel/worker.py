@@ -3,6 +3,7 @@
 torch is imported late: the thread that ends this process with its parent comes first.
 """
 
+import gc
 import json
 import os
 import signal
@@ -71,6 +72,7 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
     from nanovllm.build import build_runner, matchers, open_tokenizer, plan
     from nanovllm.checkpoint import open_checkpoint
     from nanovllm.config import EngineConfig, configure_logging
+    from nanovllm.interrupts import old_objects_kept
     from nanovllm.parallel.messages import Mirror
     from nanovllm.parallel.rank import Rank
     from nanovllm.tokenizer import end_ids
@@ -100,5 +102,7 @@ def serve(channel: Connection, hello: dict[str, Any], life: Life) -> None:
 
     mirror = Mirror(grammars)
     channel.send_bytes(b"ready")
-    while True:
-        runner.submit(mirror.read(channel.recv_bytes(MESSAGE_BYTES)))
+    gc.collect()
+    with old_objects_kept():
+        while True:
+            runner.submit(mirror.read(channel.recv_bytes(MESSAGE_BYTES)))

@@ -120,7 +120,7 @@ def test_prefix_cache_cold_warm_and_reset(family, open_llm, alone):
     assert [output.num_cached_tokens for output in together] == [0, 8, 8, 16, 24]
     assert llm.reset_prefix_cache() is True
     assert_same(run(llm, prompts[-1:], greedy()), expected[-1:])
-    assert llm.llm_engine.scheduler.blocks.num_cached > 0
+    assert len(llm.llm_engine.scheduler.blocks._cached) > 0
 
 
 def test_outputs_are_cached_as_well(family, open_llm, alone):
@@ -158,7 +158,7 @@ def test_salts_do_not_share(open_llm):
 def test_without_prefix_caching_nothing_is_found(open_llm):
     llm, tokens = open_llm(enable_prefix_caching=False), list(range(30))
     assert [run(llm, tokens, greedy())[0].num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.llm_engine.scheduler.blocks.num_cached == 0
+    assert len(llm.llm_engine.scheduler.blocks._cached) == 0
 
 
 def test_pinned_prefixes_outlive_eviction(family, open_llm, alone):

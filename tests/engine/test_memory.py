@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -155,6 +156,11 @@ def test_what_was_there_before_a_call_is_not_looked_at_within_it_and_is_after_it
     with pytest.raises(ValueError):
         llm.generate([[]], PARAMS[0], use_tqdm=False)
     assert gc.get_freeze_count() == 0
+    frozen.counts.clear()
+    stream = llm.stream(prompts(3, 1), PARAMS[0])
+    next(stream)
+    stream.close()
+    assert frozen.counts and min(frozen.counts) > 10_000 and gc.get_freeze_count() == 0
     gc.freeze()
     try:
         before = gc.get_freeze_count()
@@ -162,6 +168,23 @@ def test_what_was_there_before_a_call_is_not_looked_at_within_it_and_is_after_it
         assert gc.get_freeze_count() > before - 1000, "they are the program's: they stay frozen"
     finally:
         gc.unfreeze()
+
+
+def test_what_was_there_before_an_async_llm_is_not_looked_at_until_it_is_closed(open_llm):
+    llm, frozen = open_llm(), Frozen()
+    llm.llm_engine.observers.append(frozen)
+    garbage = Frozen()
+    garbage.itself, watched = garbage, weakref.ref(garbage)
+    del garbage
+    serving = AsyncLLM(llm)
+
+    async def read():
+        return [output async for output in serving.generate([1, 2, 3], PARAMS[0])]
+
+    asyncio.run(read())
+    serving.close()
+    assert frozen.counts and min(frozen.counts) > 10_000 and gc.get_freeze_count() == 0
+    assert watched() is None, "garbage would wait as long"
 
 
 def test_what_an_interpreter_freezes_at_its_start_is_not_the_programs(monkeypatch):

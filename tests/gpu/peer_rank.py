@@ -42,12 +42,19 @@ def sums(connection):
         for place, count in enumerate(sizes * 2):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 pieces = numbers(count + 1, place, dtype)
-                x = pieces[rank, 1:].clone() if place % 2 else pieces[rank, 1:]  # the latter begins at an odd address
+                again = pieces[rank, 1:].clone()
+                x = again.clone() if place % 2 else pieces[rank, 1:]  # the latter begins at an odd address
                 expected = total(pieces[:, 1:])
                 found = connection.all_reduce(x)
                 ours = dtype is not torch.float32 and 2 * count <= most
                 if ours or size == 2:
                     assert torch.equal(found, expected), (count, dtype, most)
+                residual = numbers(count + 1, 99, dtype)[0, 1:]
+                first, second = connection.plus(again, residual)
+                assert (second is None) == ours, (count, dtype, most)
+                if ours:
+                    right = (expected.float() + residual.float()).to(dtype)
+                    assert torch.equal(first, right), (count, dtype, most)
                 everywhere = connection.all_gather(found.float())
                 assert (everywhere == everywhere[0]).all(), (count, dtype, most)
     strided = numbers(200, 5)[rank].view(10, 20)[:, ::2]

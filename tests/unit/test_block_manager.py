@@ -74,7 +74,7 @@ def test_a_fresh_pool_hands_out_neighbours_from_the_lowest_number():
     assert manager.admit(first) and manager.admit(second)
     assert first.block_ids == [0, 1, 2]
     assert second.block_ids == [3, 4]
-    assert (manager.num_held, manager.num_free, manager.num_cached) == (5, 1, 0)
+    assert (manager.num_held, manager.num_free, len(manager._cached)) == (5, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_prompt_takes_just_enough_blocks_and_a_hit_never_covers_all_of_it(leng
     manager = pool(4)
     tokens = list(range(length))
     first = serve(manager, tokens)
-    assert manager.num_free == 4 and manager.num_cached == length // SIZE
+    assert manager.num_free == 4 and len(manager._cached) == length // SIZE
     again = request(tokens)
     assert manager.admit(again)
     assert len(again.block_ids) == blocks == manager.blocks_for(length)
@@ -96,7 +96,7 @@ def test_a_prompt_takes_just_enough_blocks_and_a_hit_never_covers_all_of_it(leng
 def test_blank_blocks_go_first_then_the_least_recently_used_tails_before_heads():
     manager = pool(8)
     serve(manager, [1] * 9)  # blocks 0 and 1 are full and stay findable, 2 is not full
-    assert manager.num_cached == 2
+    assert len(manager._cached) == 2
     serve(manager, [2] * 8)  # takes the blank 2, then 3
     everything = request(range(10, 42))
     assert manager.admit(everything)
@@ -139,7 +139,7 @@ def test_equal_prompts_in_one_step_leave_one_findable_copy():
         compute(manager, twin)
     manager.free(twins[0])
     manager.free(twins[1])
-    assert manager.num_cached == 2
+    assert len(manager._cached) == 2
     third = request([1] * 9)
     assert manager.admit(third) and third.block_ids[:2] == [0, 1]
     manager.check()
@@ -295,7 +295,7 @@ def test_reset_forgets_everything_but_only_when_nobody_reads():
     assert state(manager) == before
     manager.free(holder)
     assert manager.reset_prefix_cache()
-    assert (manager.num_cached, manager.num_free, manager.num_evictions) == (0, 4, 0)
+    assert (len(manager._cached), manager.num_free, manager.num_evictions) == (0, 4, 0)
     again = request([1] * 8)
     assert manager.admit(again) and again.num_computed_tokens == 0
     manager.check()
@@ -304,7 +304,7 @@ def test_reset_forgets_everything_but_only_when_nobody_reads():
 def test_without_prefix_caching_nothing_is_ever_found():
     manager = pool(4, enable_prefix_caching=False)
     first = serve(manager, [1] * 9)
-    assert manager.num_cached == 0 and manager.pin(first) == []
+    assert len(manager._cached) == 0 and manager.pin(first) == []
     again = request([1] * 9)
     assert manager.admit(again) and again.num_computed_tokens == 0
 

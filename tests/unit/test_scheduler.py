@@ -917,7 +917,7 @@ def test_after_an_interrupt_the_step_is_as_if_it_had_not_begun():
         with pytest.raises(KeyboardInterrupt):
             bench.step()
         assert [(r.num_computed_tokens, list(r.token_ids)) for r in bench.scheduler.running] == before
-        assert bench.blocks.num_cached == 0
+        assert len(bench.blocks._cached) == 0
     assert bench.step() == {"decodes": (3, 4), "prefills": (0, 7)}
     outputs = bench.finish()
     assert outputs["decodes"].token_ids == alone([1] * 3, 6)
@@ -948,7 +948,7 @@ def test_a_failed_step_ends_its_requests_and_no_others():
         bench.step()
     assert caught.value.__cause__ is cause
     assert bench.names() == ([], ["c"]) and bench.blocks.num_held == 0
-    assert bench.blocks.num_cached == 0, "a failed step's blocks must not be found"
+    assert len(bench.blocks._cached) == 0, "a failed step's blocks must not be found"
     bench.add("a", [2] * 5, max_tokens=3)
     outputs = bench.finish()
     assert outputs["c"].token_ids == alone([1] * 5, 3)

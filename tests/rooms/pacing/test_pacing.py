@@ -175,6 +175,7 @@ def test_where_every_step_with_a_prompt_is_over_the_target_there_are_few_and_lar
     assert max(work.prompt for work in works) > 4000
     done = [sum(Work.of(output.spans).prompt for output in load.device.outputs) for load in (paced, free)]
     assert done[0] > 0.9 * done[1]
+    assert paced.scheduler.margin > 0.95, "steps without a prompt are within any target, and say nothing of the margin"
     paced.finish()
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanovllm import LLM
 from nanovllm.config import ModelConfig
 from nanovllm.loader import build_model, parameter_places
+from nanovllm.parallel.communicator import Communicator
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 259  # 256 bytes, two special tokens, one without a text: odd, so that the last rank has padding
@@ -152,7 +153,7 @@ def children() -> set[int]:
             continue
 
 
-class Thread:
+class Thread(Communicator):
     """One rank of several in this process: a communicator that waits at barriers."""
 
     def __init__(self, rank: int, size: int, meeting: threading.Barrier, desk: list[Any]) -> None:
