@@ -87,8 +87,9 @@ class Desk:
     def add(self, first: Request, others: Sequence[Request] = ()) -> None:
         """Send a request with all its samples."""
         tokens, salt = first.prompt_token_ids, first.cache_salt
-        cost = len(tokens) + first.max_tokens * (1 + len(others))
-        replica = self.balancer.place(tokens, salt, cost)
+        samples = 1 + len(others)
+        cost = len(tokens) + first.max_tokens * samples
+        replica = self.balancer.place(tokens, salt, cost, samples)
         self.blocks.sent[first.arrival] = Sent([first, *others], replica, cost)
         self.work[replica].requests += 1
         self.work[replica].prompt_tokens += len(tokens)
@@ -105,7 +106,7 @@ class Desk:
         sent = self.blocks.sent[key]
         done = sent.queued if ended else min(tokens, sent.queued)
         sent.queued -= done
-        self.balancer.take_off(sent.replica, done)
+        self.balancer.take_off(sent.replica, done, len(sent.samples) if ended else 0)
         if ended:
             del self.blocks.sent[key]
 
@@ -120,7 +121,8 @@ class Replicas(LLMEngine):
     def __init__(self, config: EngineConfig, facts: Any, limits: Limits, **tools: Any) -> None:
         self._fleet = fleet = Fleet(config, facts)
         weakref.finalize(self, fleet.close)
-        balancer = Balancer(fleet.size, facts.block_size if config.enable_prefix_caching else 0)
+        block_size = facts.block_size if config.enable_prefix_caching else 0
+        balancer = Balancer(fleet.size, block_size, config.max_num_seqs)
         blocks = Pools(fleet, config, facts.block_size, balancer)
         self.desk = Desk(fleet, blocks, balancer)
         super().__init__(self.desk, None, limits, **tools)  # type: ignore[arg-type]  # it stands in, and none is needed

@@ -23,6 +23,17 @@ def test_without_beginnings_the_shortest_queue_is_taken():
     assert balancer.place([0] * 9, "", 1) == 2
 
 
+def test_who_has_as_many_as_may_run_gets_no_more_while_another_has_a_place():
+    balancer = Balancer(2, BLOCK, places=3)
+    assert [balancer.place(prompt(1, 2), "", cost) for cost in (1, 1, 1)] == [0, 0, 0]
+    assert balancer.place(prompt(1, 2), "", 50) == 1, "the beginning is known elsewhere, and there is no place"
+    balancer.take_off(0, 3, samples=1)
+    assert balancer.place(prompt(3, 4), "", 1, samples=2) == 1, "two samples need two places"
+    assert balancer.place(prompt(3, 4), "", 1) == 0
+    assert balancer.place(prompt(5, 6), "", 1) == 0, "nobody has a place: the shorter queue"
+    assert balancer.samples == [4, 3]
+
+
 def test_a_beginning_is_worth_a_wait_but_no_longer_one():
     balancer = Balancer(2, BLOCK)
     worth = AFFINITY * 2 * BLOCK
