@@ -234,7 +234,7 @@ class DecodeGraphs:
         for rows in reversed([size for size in self.sizes if self.ahead and size <= needed.rows]):
             keys.append(needed._replace(rows=rows, cuts=Cuts()))
             if self.backend.worth_cutting(2**20, rows * 2**19, kv_heads, self._processors, 0):
-                for parts in (16 * rows, 4 * rows):
+                for parts in (8 * rows, 4 * rows):
                     keys.append(needed._replace(rows=rows, cuts=Cuts(parts, chunk=self.backend.MIN_CHUNK)))
         for key in keys:
             if key not in self._recorded:
@@ -284,7 +284,7 @@ class DecodeGraphs:
 
 
 def _at_least(number: int, least: int) -> int:
-    """Return the first of ``least``, 4 * ``least``, 16 * ``least``, ... that is not below ``number``."""
+    """Return the first of ``least``, 2 * ``least``, 4 * ``least``, ... that is not below ``number``."""
     while least < number:
-        least *= 4
+        least *= 2
     return least

@@ -65,7 +65,7 @@ FRESH_DECODES = (2, 16)
 """How many decodes ``attend_fresh`` is for: with more, or one alone, what each program does to its queries takes longer
 than the launch that is saved."""
 
-SHORT_CHUNKS = {64: 1, 128: 2}
+SHORT_CHUNKS = {64: 2, 128: 3}
 """Tokens of the chunks of small steps, from the shortest, and up to how many programs for each processor they give."""
 
 LEAST_MEMBERS, LEAST_SAVED = 4, 8192
@@ -96,7 +96,7 @@ QUERY_TILE = 128
 PROGRAMS_PER_PROCESSOR = 3
 """How many decodes of the longest context each processor must have for contexts to stay uncut."""
 
-DECODE_TILES = ((32, 4, 4, 128), (32, 4, 3), (32, 4, 2), (16, 4, 2))
+DECODE_TILES = ((32, 4, 3, 128), (32, 4, 3), (32, 4, 2), (16, 4, 2))
 """Of contexts in one piece. Keys in a tile, warps, stages of the pipeline, and if that is to be limited, registers of a
 thread: the first that fits into shared memory is taken."""
 
@@ -104,8 +104,12 @@ FLOAT8_TILES = ((64, 2, 3), (64, 2, 2), (32, 2, 2), (16, 4, 2))
 """Of contexts in one piece in a cache of float8: twice the keys are as many bytes, and half the warps share less work
 that all of them do."""
 
-CUT_TILES = ((64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 2))
-"""Of contexts that are cut into the shortest chunks; of float8 too."""
+LONG_TILES = ((32, 4, 4, 128), *DECODE_TILES)
+"""Of the longest contexts, which are cut into long chunks."""
+
+CUT_TILES = ((64, 4, 2), (32, 4, 2), (16, 4, 2))
+"""Of contexts that are cut into the shortest chunks; of float8 too. More stages would load no more of so few tokens at
+once, and leave room for fewer programs."""
 
 SHARED_ROWS = 64
 """Queries that a program of a shared chunk multiplies at once."""
@@ -470,8 +474,11 @@ def _decode(
         )  # fmt: skip
     few = not shares or kv_heads * number < PROGRAMS_PER_PROCESSOR * plan.processors
     tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
-    if parts is not None and few and not plan.one_tile and plan.longest <= MIN_CHUNK * MAX_CHUNKS:
-        tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
+    if parts is not None and few and not plan.one_tile:
+        if plan.longest <= MIN_CHUNK * MAX_CHUNKS:
+            tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
+        elif keys.element_size() > 1:
+            tiles = LONG_TILES
     early = parts is not None and plan.decodes.shape[0] <= EARLY_DECODES + 1  # one is padding
     ahead = plan.chunk if early and plan.chunk < MIN_CHUNK else 0
     ordered = plan.one_tile or plan.owners.shape[0] <= FEW_CHUNKS * plan.decodes.shape[0]
