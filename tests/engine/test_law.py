@@ -6,8 +6,8 @@ penalties, banned words, biases, grammars, log-probabilities of the prompt or se
 aborted. What each should have given
 is computed by itself: one request at a time, in one piece, on a pool that is never short, with nothing cached.
 
-Before each workload the cache is filled with a number that no key has: whoever reads a place that its own request did
-not write gives other tokens.
+Before each workload the cache is filled with NaN: whoever reads a place that its own request did not write, be it only
+to add 0 times of it, ends with "error".
 """
 
 import inspect
@@ -37,7 +37,7 @@ pytest.importorskip("llguidance")
 SEEDS = range(50)
 ATOL = 1e-5
 FAMILIES = ("llama", "qwen3", "mistral")
-GARBAGE = 30.0
+GARBAGE = float("nan")
 MOST_BLOCKS = 16
 
 
