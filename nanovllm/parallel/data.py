@@ -172,6 +172,8 @@ class Replicas(LLMEngine):
         for pile in (self._news, *(failure.outputs for failure in self._failures)):
             pieces += (output for output in pile if output.request_id == request_id)
             pile[:] = [output for output in pile if output.request_id != request_id]
+        # a failure is told to those whom it concerns, and nobody is left
+        self._failures = deque(failure for failure in self._failures if failure.outputs)
         return joined(pieces)
 
     def close(self) -> None:

@@ -172,6 +172,20 @@ def test_a_step_that_fails_ends_its_requests_alone_and_what_is_dropped_is_closed
     traces()
 
 
+def test_a_call_is_not_told_of_steps_that_failed_in_the_call_before(open_replicas, traces, plant):
+    """Both replicas fail: the caller hears of one, and what the other one failed with goes with the requests."""
+    fault = "if any(len(span.request.prompt_token_ids) == 7 for span in args[1].spans): raise ValueError('planted')"
+    plant("nanovllm.model_runner.ModelRunner", "submit", 0, fault)
+    llm = open_replicas("llama", 2)
+    for _ in range(5):
+        with pytest.raises(EngineError, match="planted"):
+            llm.generate([[token] * 7 for token in range(8)], LONG, use_tqdm=False)
+        assert all(len(output.token_ids) == 4 for output in llm.generate(MANY, SHORT, use_tqdm=False))
+        assert not llm.llm_engine.has_unfinished_requests
+    llm.close()
+    traces()
+
+
 def test_an_exception_while_a_replica_loads(open_replicas, traces, plant):
     plant("nanovllm.loader", "_prepare", 3, "raise MemoryError('planted')")
     started = time.monotonic()
