@@ -219,7 +219,7 @@ class Lab:
         scheduler = Scheduler(blocks, max_num_seqs=work.seats, max_num_batched_tokens=work.budget, policy=work.policy)
         self.late = Late(whole._runner) if work.overlap else None
         return LLMEngine(
-            scheduler, self.late or whole._runner, whole.limits,
+            scheduler, self.late or whole._runner, replace(whole.limits, by_priority=True),
             make_builder=whole._make_builder, decode_token=whole._decode_token, make_matcher=whole._make_matcher,
             encode=whole._encode,
         )  # fmt: skip
