@@ -86,11 +86,12 @@ def check(
 
 
 def _check_something_is_left(params: SamplingParams, limits: Limits, bad_words: Sequence[tuple[int, ...]]) -> None:
-    left = set(params.allowed_token_ids or ()) - {word[0] for word in bad_words if len(word) == 1}
+    banned = {word[0] for word in bad_words if len(word) == 1}
     if params.min_tokens:
-        left -= limits.eos_token_ids if not params.ignore_eos else set()
-        left.difference_update(params.stop_token_ids or ())
-    if params.allowed_token_ids and not left:
+        banned.update(params.stop_token_ids or (), () if params.ignore_eos else limits.eos_token_ids)
+    if len(banned) >= limits.vocab_size:
+        refuse("stop_token_ids", params.stop_token_ids, "must leave a token to draw, with bad_words and min_tokens")
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
         refuse("allowed_token_ids", params.allowed_token_ids, "must hold more than bad_words, and than end ids if "
                "there is a min_tokens")  # fmt: skip
 
