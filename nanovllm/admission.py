@@ -22,6 +22,8 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end ids."""
     seed: int = 0
+    by_priority: bool = True
+    """Whether requests go by priority; else none may have one, for it would be ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +38,9 @@ class Able:
 
 
 def check(
-    tokens: Sequence[int],
-    params: SamplingParams,
-    priority: object,
-    cache_salt: object,
-    *,
-    limits: Limits,
-    blocks: BlockManager,
-    able: Able,
-) -> None:
+    tokens: Sequence[int], params: SamplingParams, priority: object, cache_salt: object, *,
+    limits: Limits, blocks: BlockManager, able: Able,
+) -> None:  # fmt: skip
     """Raise RequestError if such a request can never be served; ``SamplingParams`` checks what holds for any engine.
 
     Nothing is allocated for a request before. Cost: a look at each token of the prompt, none if it is too long.
@@ -83,16 +79,19 @@ def check(
         refuse("structured_outputs", params.structured_outputs, "needs a tokenizer, and this engine has none")
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
         refuse("priority", priority, "must be an integer of 64 bits with a sign; smaller goes first")
+    if priority and not limits.by_priority:
+        refuse("priority", priority, 'needs scheduling_policy="priority"; make the LLM with it, or leave this at 0')
     if not isinstance(cache_salt, str):
         refuse("cache_salt", cache_salt, "must be a string; the empty one shares with everybody")
 
 
 def _check_something_is_left(params: SamplingParams, limits: Limits, bad_words: Sequence[tuple[int, ...]]) -> None:
-    left = set(params.allowed_token_ids or ()) - {word[0] for word in bad_words if len(word) == 1}
+    banned = {word[0] for word in bad_words if len(word) == 1}
     if params.min_tokens:
-        left -= limits.eos_token_ids if not params.ignore_eos else set()
-        left.difference_update(params.stop_token_ids or ())
-    if params.allowed_token_ids and not left:
+        banned.update(params.stop_token_ids or (), () if params.ignore_eos else limits.eos_token_ids)
+    if len(banned) >= limits.vocab_size:
+        refuse("stop_token_ids", params.stop_token_ids, "must leave a token to draw, with bad_words and min_tokens")
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
         refuse("allowed_token_ids", params.allowed_token_ids, "must hold more than bad_words, and than end ids if "
                "there is a min_tokens")  # fmt: skip
 

@@ -120,12 +120,10 @@ def build(config: EngineConfig) -> Built:
     facts = plan(config, checkpoint)
     tokenizer = None if config.skip_tokenizer_init else open_tokenizer(config, checkpoint)
     limits = Limits(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.model.vocab_size,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer),
-        seed=config.seed,
-    )
+        max_model_len=facts.max_model_len, vocab_size=facts.model.vocab_size, max_logprobs=config.max_logprobs,
+        eos_token_ids=end_ids(facts.model, checkpoint.generation_config, tokenizer), seed=config.seed,
+        by_priority=config.scheduling_policy == "priority",
+    )  # fmt: skip
     tools: Any = {}
     if tokenizer is not None:
         tools = text_tools(tokenizer) | {"make_matcher": matchers(tokenizer, limits.eos_token_ids)}

@@ -150,7 +150,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         A prompt is a str, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``. One
         ``SamplingParams`` serves all prompts; a list has one for each. ``priority``: smaller goes first, under
-        ``scheduling_policy="priority"``. ``vllm``: what ``prompts.NOT_BUILT`` lists, as long as it asks for nothing.
+        ``scheduling_policy="priority"``; else it is refused, unless 0. ``vllm``: what ``prompts.NOT_BUILT`` lists, as
+        long as it asks for nothing.
 
         Raises RequestError before anything is computed if some prompt can never be served, with its place in the
         list; nothing of the call is queued then. A request that fails alone while it runs has a result like the others,

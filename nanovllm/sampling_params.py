@@ -26,6 +26,9 @@ GREEDY_BELOW = 1e-5
 
 MAX_SEED = 2**63 - 1
 
+PENALTIES = 1e-30, 1e30
+"""What float32 can bear: 0 or infinity would make NaN of a logit."""
+
 MOST_BIAS = 100.0
 MOST_SCORED_IDS = 128
 SWITCHES = (
@@ -51,7 +54,7 @@ class SamplingParams:
     """Taken from it as often as the output holds the token; [-2, 2]."""
     repetition_penalty: float = 1.0
     """Divides the positive logits and multiplies the others of all tokens in prompt and output (Keskar et al. 2019,
-    arXiv 1909.05858); above 0, more than 1 discourages."""
+    arXiv 1909.05858); [1e-30, 1e30], more than 1 discourages."""
     temperature: float = 1.0
     """0 is greedy: the most likely token, the lowest id on a tie. Values in (1e-5, 0.01) count as 0.01."""
     top_p: float = 1.0
@@ -114,10 +117,7 @@ class SamplingParams:
         _integer("n", self.n, 1, 16_384)
         for name in ("presence_penalty", "frequency_penalty"):
             setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0))
-        name, most = "repetition_penalty", sys.float_info.max
-        self.repetition_penalty = _number(name, self.repetition_penalty, 0.0, most)
-        if self.repetition_penalty == 0.0:
-            _refuse(name, 0.0, "must be above 0; 1 changes nothing")
+        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, *PENALTIES)
         self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_BELOW <= self.temperature < 0.01:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.admission import expect
-from nanovllm.errors import RequestError, unknown_option
+from nanovllm.errors import ConfigError, RequestError, unknown_option
 from nanovllm.llm import LLM
 from nanovllm.outputs import Logprob
 from nanovllm.prompts import Prompt, TokensPrompt, as_list
@@ -68,7 +68,8 @@ class BeamSearchSequence:
     text: str | None = None
     """What ``tokens`` say; None without a tokenizer."""
     finish_reason: str | None = None
-    """``"stop"`` at an end id, ``"length"`` otherwise."""
+    """``"stop"`` at an end id; ``"length"`` where ``max_tokens``, the context or the cache ends, also if pins leave no
+    room; ``"error"`` if the model's numbers were none."""
     stop_reason: int | str | None = None
 
 
@@ -98,10 +99,17 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Find for each prompt ``beam_width`` continuations of high probability. Results come in the order of the prompts.
 
-    All prompts are searched together. Raises RequestError as ``LLM.generate`` does. Cost: ``max_tokens`` calls of it.
+    All prompts are searched together. Raises RequestError as ``LLM.generate`` does, and ConfigError where
+    ``logprobs_mode`` says that there are logits in the place of log-probabilities. Cost: ``max_tokens`` calls of it.
     """
     expect("params", params, BeamSearchParams, "must be BeamSearchParams")
-    limits = llm.llm_engine.limits
+    if not llm.config.logprobs_mode.endswith("logprobs"):
+        raise ConfigError(
+            f"logprobs_mode is {llm.config.logprobs_mode!r}; beam search needs log-probabilities: take 'raw_logprobs'.",
+            parameter="logprobs_mode", value=llm.config.logprobs_mode,
+        )  # fmt: skip
+    limits, blocks = llm.llm_engine.limits, llm.llm_engine.scheduler.blocks
+    most = min(limits.max_model_len, blocks.num_blocks * blocks.block_size + 1)  # the last token needs no place
     one = SamplingParams(
         max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True, detokenize=False
     )
@@ -110,7 +118,7 @@ def beam_search(
     salts = []
     for prompt in as_list(prompts):
         _, tokens, salt = llm.encode(prompt)
-        room = min(params.max_tokens, limits.max_model_len - len(tokens))
+        room = min(params.max_tokens, most - len(tokens))
         searches.append(_Search([BeamSearchSequence(list(tokens))], room))
         salts.append(salt)
 
@@ -130,7 +138,12 @@ def beam_search(
         for search, _ in live:
             grown = []
             for beam in search.beams:
-                candidates = (next(answers).outputs[0].logprobs or [{}])[0]
+                answer = next(answers).outputs[0]
+                if not answer.logprobs:
+                    beam.finish_reason = answer.finish_reason
+                    search.done.append(beam)
+                    continue
+                candidates = answer.logprobs[0]
                 for token, entry in candidates.items():
                     total, logprobs = beam.cum_logprob + entry.logprob, [*beam.logprobs, candidates]
                     if token in ends:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.admission import Limits
 from nanovllm.config import EngineConfig
@@ -127,13 +127,12 @@ class Replicas(LLMEngine):
         self.desk = Desk(fleet, blocks, balancer)
         super().__init__(self.desk, None, limits, **tools)  # type: ignore[arg-type]  # it stands in, and none is needed
         self._sent = blocks.sent
-        self._news: list[RequestOutput] = []  # not yet given out
-        self._failures: deque[EngineError] = deque()  # not yet raised
+        self._came: deque[RequestOutput | EngineError] = deque()  # not yet given out or raised, in the order of coming
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._requests or self._failures)
+        return bool(self._requests or self._came)
 
     @property
     def work(self) -> list[Work]:
@@ -151,12 +150,14 @@ class Replicas(LLMEngine):
 
     def step(self) -> list[RequestOutput]:
         """Wait until a replica has news, or STEP_SECONDS; return what ended or streams. See ``LLMEngine``."""
-        if not self._news and not self._failures:
+        if not self._came:
             self._take(STEP_SECONDS)
-        if self._failures:
-            self._forget(self._failures[0].outputs)
-            raise self._failures.popleft()  # in no variable: its traceback would hold the engine in a cycle
-        news, self._news = self._news, []
+        if self._came and isinstance(self._came[0], EngineError):
+            self._forget(self._came[0].outputs)
+            raise cast("EngineError", self._came.popleft())  # in no variable: its traceback would hold the engine
+        news: list[RequestOutput] = []
+        while self._came and isinstance(self._came[0], RequestOutput):
+            news.append(cast("RequestOutput", self._came.popleft()))
         self._forget(news)
         return news
 
@@ -171,9 +172,13 @@ class Replicas(LLMEngine):
             self._take(PERIOD)
         del self._requests[request_id]
         pieces: list[RequestOutput] = []
-        for pile in (self._news, *(failure.outputs for failure in self._failures)):
+        came, self._came = self._came, deque()
+        for each in came:
+            pile = each.outputs if isinstance(each, EngineError) else [each]
             pieces += (output for output in pile if output.request_id == request_id)
             pile[:] = [output for output in pile if output.request_id != request_id]
+            if pile:  # else it is told to nobody: a failure concerns those whom it ended
+                self._came.append(each)
         return joined(pieces)
 
     def close(self) -> None:
@@ -188,21 +193,21 @@ class Replicas(LLMEngine):
                 self._book(parts)
         except EngineError as error:
             self._fleet.lose(str(error))
-            self._failures.append(self._loss(error))
+            self._came.append(self._loss(error))
 
     def _book(self, parts: Parts) -> None:
         text = parts.text
         if "refuse" in text:
             samples = self._sent[text["refuse"]].samples
             logger.error("request %s ends, for its replica refuses it: %s", samples[0].request_id, text["why"])
-            self._news.append(self._broken_off(samples))
+            self._came.append(self._broken_off(samples))
             return
         outputs = [self._read(written, parts) for written in text["outputs"]]
         parts.check_all_is_read()
         if text["failure"] is None:
-            self._news += outputs
+            self._came += outputs
         else:
-            self._failures.append(EngineError(text["failure"], outputs=outputs))
+            self._came.append(EngineError(text["failure"], outputs=outputs))
 
     def _read(self, written: Sequence[Any], parts: Parts) -> RequestOutput:
         """Read an output, and write into its requests what is new of them."""
@@ -261,10 +266,7 @@ class Replicas(LLMEngine):
 
     def _loss(self, error: EngineError) -> EngineError:
         """End all requests; return what the caller is told."""
-        news, self._news = self._news, []
-        return EngineError(
-            str(error), outputs=[*news, *(self._broken_off(each.samples) for each in [*self._sent.values()])]
-        )
+        return EngineError(str(error), outputs=[self._broken_off(each.samples) for each in [*self._sent.values()]])
 
     def _forget(self, outputs: Sequence[RequestOutput]) -> None:
         """Let the names of what has ended be used again."""

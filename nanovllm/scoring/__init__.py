@@ -7,6 +7,7 @@ then    . . . . . p p b b b    finds the prompt's full blocks in the prefix cach
         . . . . . p p c
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from nanovllm.block_manager import BlockManager
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.llm import LLM
-from nanovllm.outputs import Logprobs
+from nanovllm.outputs import Logprobs, RequestOutput
 from nanovllm.prompts import Prompt, TokensPrompt, as_list, parse
 from nanovllm.sampling_params import SamplingParams
 
@@ -28,7 +29,8 @@ class Score:
     token_ids: list[int]
     """Of the continuation. A text that begins where the prompt has spaces has these in its tokens."""
     logprob: float
-    """The natural logarithm of its probability after the prompt: the sum of ``token_logprobs``."""
+    """The natural logarithm of its probability after the prompt: the sum of ``token_logprobs``; NaN if the model's
+    numbers were none."""
     token_logprobs: list[float]
     is_greedy: bool
     """Whether none of its tokens had a more likely one: greedy decoding gives it, ties aside."""
@@ -60,7 +62,8 @@ def score(
     belong to the continuation. Token ids follow each other as they are.
 
     Raises RequestError, with nothing computed, for lists of unequal lengths, for prompts and continuations without a
-    token, and for what is longer than ``max_model_len - 1`` tokens together; ConfigError for texts without a tokenizer,
+    token, and for what is longer than ``max_model_len - 1`` tokens together, and later where pins leave no room;
+    ConfigError for texts without a tokenizer,
     and where ``logprobs_mode`` says that there are logits in the place of log-probabilities; EngineError as
     ``LLM.generate`` does. Cost: one prefill for each continuation; with a prefix cache each prompt is computed once,
     but for its last block.
@@ -93,8 +96,7 @@ def score(
         asked = [TokensPrompt(prompt_token_ids=jobs[place].tokens, cache_salt=jobs[place].salt) for place in places]
         outputs = llm.generate(asked, [params[place] for place in places], use_tqdm=use_tqdm)
         for place, output in zip(places, outputs, strict=True):
-            assert isinstance(output.prompt_logprobs, Logprobs), "they were asked for"
-            found[place] = _score(jobs[place], output.prompt_logprobs)
+            found[place] = _score(jobs[place], output)
     scores = iter([found[place] for place in range(len(jobs))])
     return [
         next(scores) if _is_one(entry) else [next(scores) for _ in group]
@@ -166,11 +168,18 @@ def _rounds(jobs: Sequence[_Job], blocks: BlockManager) -> Iterator[list[int]]:
     yield from (places for places in (first, second) if places)
 
 
-def _score(job: _Job, logprobs: Logprobs) -> Score:
+def _score(job: _Job, output: RequestOutput) -> Score:
+    tokens, logprobs = job.tokens[job.start :], output.prompt_logprobs
+    assert isinstance(logprobs, Logprobs), "they were asked for"
+    if output.outputs[0].finish_reason == "error":
+        return Score(tokens, math.nan, [math.nan] * len(tokens), is_greedy=False)
     # one entry in each dict, and without a text, which costs more than all the rest
     entries = [entry for (entry,) in (found.values() for found in logprobs.since(job.start, None))]
+    if len(entries) < len(tokens):
+        _refuse(tokens, "could not be computed: pins leave no room for it and its prompt. Unpin some")
     values = [entry.logprob for entry in entries]
-    return Score(job.tokens[job.start :], sum(values), values, all(entry.rank == 1 for entry in entries))
+    total = sum(values)
+    return Score(tokens, total, values, all(entry.rank == 1 for entry in entries) and not math.isnan(total))
 
 
 def _refuse(value: object, rule: str, parameter: str = "continuations") -> NoReturn:

@@ -120,7 +120,7 @@ def test_chat(serving, open_llm):
     (expected,) = open_llm().chat(talk, params_of(), use_tqdm=False)
 
     async def main():
-        outputs = await read(llm.chat(talk, params_of(), priority=1))
+        outputs = await read(llm.chat(talk, params_of(), priority=0))
         assert (outputs[-1].text, outputs[-1].prompt) == (expected.text, expected.prompt)
         with pytest.raises(RequestError, match="chat has no option 'temperature'"):
             llm.chat(talk, temperature=1)
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said_at_the_call(serving):
     llm = serving()
     wrong = [
         dict(prompt=[]), dict(prompt=[999]), dict(prompt=[1] * 400), dict(prompt=None), dict(prompt=[1], priority="x"),
-        dict(prompt=[1], sampling_params="greedy"), dict(prompt=[1], request_id=5),
+        dict(prompt=[1], priority=1), dict(prompt=[1], sampling_params="greedy"), dict(prompt=[1], request_id=5),
         dict(prompt=[1], sampling_params=SamplingParams(logprobs=21)),
     ]  # fmt: skip
     for arguments in wrong:

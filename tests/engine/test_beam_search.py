@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nanovllm import BeamSearchParams, SamplingParams
-from nanovllm.errors import RequestError, UnknownOptionError
+from nanovllm.errors import ConfigError, RequestError, UnknownOptionError
 
 PROMPTS = [[72, 101, 108], [5, 6], [9] * 17]
 
@@ -104,3 +104,44 @@ def test_what_is_refused(open_llm, tiny):
     with pytest.raises(RequestError, match="no tokens"):
         llm.beam_search([[1], []], BeamSearchParams(2, 2))
     tiny.assert_idle(llm)
+
+
+def test_beams_that_outgrow_the_pool_end_there_as_requests_do(open_llm):
+    prompt = list(range(20))
+    params = BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True)
+    small = open_llm(num_gpu_blocks_override=4)
+    (found,) = small.beam_search(prompt, params)
+    (alone,) = small.generate([prompt], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    (expected,) = open_llm().beam_search(prompt, BeamSearchParams(2, 13, ignore_eos=True))
+    assert len(alone.token_ids) == 13
+    assert [beam.tokens for beam in found.sequences] == [beam.tokens for beam in expected.sequences]
+    assert [beam.finish_reason for beam in found.sequences] == ["length", "length"]
+
+
+def test_a_beam_that_gets_no_token_says_why(open_llm, monkeypatch):
+    """Its logits hold NaN, or pins leave no room for it; the other prompts' beams are what they were."""
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    llm = open_llm(num_gpu_blocks_override=6)
+    (expected,) = llm.beam_search([4, 5], params)
+    logits, calls = llm._built.model.logits, itertools.count()
+
+    def spoiled(hidden):
+        found = logits(hidden)
+        if next(calls) == 0:
+            found[0, 3] = torch.nan
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._built.model, "logits", spoiled)
+        bad, good = llm.beam_search([[1, 2, 3], [4, 5]], params)
+    (beam,) = bad.sequences
+    assert (beam.tokens, beam.finish_reason) == ([1, 2, 3], "error") and good == expected
+    with llm.cache_prefix(list(range(40))):
+        ((beam,),) = (output.sequences for output in llm.beam_search([100] * 20, params))
+    assert (beam.tokens, beam.finish_reason) == ([100] * 20, "length")
+
+
+def test_logits_are_no_scores(open_llm):
+    for mode in ("raw_logits", "processed_logits"):
+        with pytest.raises(ConfigError, match="beam search needs log-probabilities"):
+            open_llm(logprobs_mode=mode).beam_search([1], BeamSearchParams(2, 2))

@@ -107,6 +107,15 @@ def test_a_prompt_that_can_never_fit_the_cache_is_refused(open_llm, tiny):
     tiny.assert_idle(llm)
 
 
+def test_priorities_are_refused_where_they_would_be_ignored(open_llm, tiny):
+    llm = open_llm()
+    with pytest.raises(RequestError, match="prompt 1 of 2: priority is 5; it needs scheduling_policy"):
+        run(llm, PROMPTS[:2], GREEDY, priority=[0, 5])
+    with pytest.raises(RequestError, match="needs scheduling_policy"):
+        next(llm.stream(PROMPTS[0], GREEDY, priority=-1))
+    tiny.assert_idle(llm)
+
+
 @pytest.mark.parametrize("number", [0, 1, 3, 5])
 def test_a_wrong_number_of_parameters_is_refused(open_llm, tiny, number):
     llm = open_llm()
@@ -346,7 +355,7 @@ def test_chat_and_its_stream(open_llm, tiny):
 
 
 def test_chat_takes_many_conversations_in_pieces_too(open_llm):
-    llm = open_llm()
+    llm = open_llm(scheduling_policy="priority")
     talks = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in ("a", "b", "c")]
     whole = llm.chat(talks, GREEDY, use_tqdm=False)
     pieces = list(llm.stream_chat(talks, GREEDY, priority=[1, 2, 3]))

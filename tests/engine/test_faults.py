@@ -166,6 +166,37 @@ def test_blocks_full_of_nan_harm_nobody_who_gets_them_next(served, open_llm, mon
     assert not runner.cache.data.isnan().any()
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("how", ["aborted", "failed"])
+def test_nan_of_a_prompt_that_never_drew_harms_nobody_who_gets_its_blocks_next(
+    open_llm, monkeypatch, tiny, family, how
+):
+    """It is aborted, or in a step that fails, before anybody can see what its numbers are."""
+    prompts = [[3, 4], [5] * 9, [7] * 3]
+    expected = [facts(output) for output in run(open_llm(family), prompts, ask(tokens=20))]
+    llm = open_llm(family, num_gpu_blocks_override=9, max_num_batched_tokens=8, enable_prefix_caching=False)
+    engine, submit = llm.llm_engine, llm.llm_engine._runner.submit
+
+    def spoiled(output):
+        fetch = submit(output)
+        for span in output.spans:
+            if span.request.prompt_token_ids == BAD:
+                engine._runner.cache.data[:, :, span.request.block_ids] = torch.nan
+                if how == "failed":
+                    raise ValueError("planted")
+        return fetch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "submit", spoiled)
+        bad = engine.add_request("bad", BAD, ask())
+        with contextlib.suppress(EngineError):
+            engine.step()
+        assert len(bad.token_ids) == len(BAD) and bad.is_finished == (how == "failed")
+        engine.abort("bad")
+    tiny.assert_idle(llm)
+    assert [facts(output) for output in run(llm, prompts, ask(tokens=20))] == expected
+
+
 def test_all_samples_of_a_prompt_but_the_one(served, open_llm, monkeypatch):
     params = ask("drawn", n=3)
     (expected,) = run(open_llm(), BAD, params)

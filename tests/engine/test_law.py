@@ -3,11 +3,11 @@
 ``test_equivalence.py`` turns one thing at a time. Here each seed draws a pool of 3 to 14 blocks, a budget, a policy,
 whether steps overlap and whether prefixes are found, and requests that come while others run, some with stops,
 penalties, banned words, biases, grammars, log-probabilities of the prompt or several samples, some streamed, some
-aborted. What each should have given
-is computed by itself: one request at a time, in one piece, on a pool that is never short, with nothing cached.
+aborted; and steps that fail. What each should have given is computed by itself: one request at a time, in one piece, on
+a pool that is never short, with nothing cached.
 
-Before each workload the cache is filled with a number that no key has: whoever reads a place that its own request did
-not write gives other tokens.
+Before each workload the cache is filled with NaN: whoever reads a place that its own request did not write, be it only
+to add 0 times of it, ends with "error".
 """
 
 import inspect
@@ -15,6 +15,7 @@ import random
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import count as running
 
 import jaxtyping
 import pytest
@@ -24,6 +25,7 @@ from nanovllm import SamplingParams, StructuredOutputsParams, engine, sampler
 from nanovllm import batch as batches
 from nanovllm.block_manager import BlockManager
 from nanovllm.engine import LLMEngine, sample_seed
+from nanovllm.errors import EngineError
 from nanovllm.ops.attention import sdpa
 from nanovllm.ops.take_tokens import take_tokens
 from nanovllm.outputs import Logprob
@@ -37,7 +39,7 @@ pytest.importorskip("llguidance")
 SEEDS = range(50)
 ATOL = 1e-5
 FAMILIES = ("llama", "qwen3", "mistral")
-GARBAGE = 30.0
+GARBAGE = float("nan")
 MOST_BLOCKS = 16
 
 
@@ -71,6 +73,8 @@ class Work:
     """All blocks have one digest, so only their tokens and parents tell them apart."""
     overlap: bool
     jobs: tuple[Job, ...]
+    failures: tuple[int, ...]
+    """Steps that fail: those of even number when they are submitted, the others when they are fetched."""
 
     @property
     def pool_tokens(self) -> int:
@@ -164,6 +168,7 @@ def draw_work(seed: int) -> Work:
         seats=dice.choice((2, 8, 8)), policy=dice.choice(("fcfs", "priority")), caching=dice.random() < 0.75,
         collisions=seed % 5 == 0,
         overlap=dice.random() < 0.5, jobs=tuple(jobs),
+        failures=tuple(dice.sample(range(2, 40), 2)) if dice.random() < 0.3 else (),
     )  # fmt: skip
 
 
@@ -181,6 +186,25 @@ class Late:
             tokens = torch.tensor([each.token_id for _, each in drawn])
             self.runner._drawn.keep([span for span, _ in drawn], tokens)
         return lambda: sampled
+
+
+class Failing:
+    """A runner whose steps fail now and then, before they are computed or behind that."""
+
+    def __init__(self, runner, failures):
+        self.runner, self.failures, self.steps = runner, failures, running(1)
+        self.lookahead = runner.lookahead
+
+    def submit(self, output):
+        number = next(self.steps)
+        if number in self.failures and number % 2 == 0:
+            raise ValueError("planted")
+        fetch = self.runner.submit(output)
+
+        def fail():
+            raise ValueError("planted")
+
+        return fail if number in self.failures else fetch
 
 
 class Lab:
@@ -219,7 +243,7 @@ class Lab:
         scheduler = Scheduler(blocks, max_num_seqs=work.seats, max_num_batched_tokens=work.budget, policy=work.policy)
         self.late = Late(whole._runner) if work.overlap else None
         return LLMEngine(
-            scheduler, self.late or whole._runner, whole.limits,
+            scheduler, Failing(self.late or whole._runner, work.failures), replace(whole.limits, by_priority=True),
             make_builder=whole._make_builder, decode_token=whole._decode_token, make_matcher=whole._make_matcher,
             encode=whole._encode,
         )  # fmt: skip
@@ -257,7 +281,12 @@ class Lab:
                 if job.abort is not None and job.arrival + job.abort == step and (found := served.abort(str(place))):
                     deliver(found)
                     counts["aborts"] += 1
-            for output in served.step():
+            try:
+                outputs = served.step()
+            except EngineError as error:
+                outputs = error.outputs
+                counts["failed steps"] += 1
+            for output in outputs:
                 deliver(output)
             for request in scheduler.running:
                 counts["chunks"] += 0 < request.num_computed_tokens < len(request.prompt_token_ids)
@@ -288,8 +317,9 @@ class Lab:
         params = replace(job.params, n=1, seed=seed, max_tokens=room)
         solo = replace(job, arrival=0, params=params, priority=0, salt="", stream=False, abort=None)
         quiet = replace(
-            work, num_blocks=80, budget=4096, seats=1, policy="fcfs", caching=False, overlap=False, jobs=(solo,)
-        )
+            work, num_blocks=80, budget=4096, seats=1, policy="fcfs", caching=False, overlap=False, jobs=(solo,),
+            failures=(),
+        )  # fmt: skip
         ((answer,),) = self.run(quiet)
         return answer
 
@@ -305,7 +335,8 @@ def check(lab: Lab, seed: int, fault: "Fault | None" = None) -> None:
     for job, samples, references in zip(work.jobs, answers, expected, strict=True):
         for index, (found, alone) in enumerate(zip(samples, references, strict=True)):
             where = f"seed {seed}, prompt {job.prompt}, sample {index} of {job.params}"
-            if found.reason == "abort":
+            failed = bool(work.failures) and found.reason == "error" != alone.reason
+            if cut := failed or found.reason == "abort":
                 assert found.tokens == alone.tokens[: len(found.tokens)], where
                 assert alone.text.startswith(found.text.rstrip("\ufffd")), where
             else:
@@ -313,7 +344,7 @@ def check(lab: Lab, seed: int, fault: "Fault | None" = None) -> None:
                 assert (found.reason, found.stop) == (alone.reason, alone.stop), where
             check_logprobs(found, alone, where)
             if not index:
-                check_prompt_logprobs(job, found, alone, where)
+                check_prompt_logprobs(job, found, alone, where, cut=cut)
             count(lab.counts, job, found)
 
 
@@ -327,10 +358,10 @@ def check_logprobs(found: Answer, expected: Answer, where: str) -> None:
         assert len(set(one) & set(other)) >= len(one) - 1, where  # the last of the best may tie with the next one
 
 
-def check_prompt_logprobs(job: Job, found: Answer, expected: Answer, where: str) -> None:
+def check_prompt_logprobs(job: Job, found: Answer, expected: Answer, where: str, *, cut: bool) -> None:
     """All of them, but for a prompt that was not computed to its end."""
     one, other = found.prompt_logprobs, expected.prompt_logprobs
-    assert len(one) == len(other) or (found.reason == "abort" and not found.tokens), where
+    assert len(one) == len(other) or (cut and not found.tokens), where
     for token, known, alone in zip(job.prompt, one, other, strict=False):
         assert (known is None) == (alone is None), where
         if known is not None:
@@ -359,7 +390,7 @@ LEAST = {
     "preemptions": 30, "hits": 25, "evictions": 100, "chunks": 100, "aborts": 15, "blocks in common": 100,
     "streamed": 60, "samples": 40, "grammar": 30, "stop string": 15, "stop id": 15, "log-probabilities": 500,
     "of prompts": 100, "penalties": 60, "bad words": 40, "bias": 40, "outgrown": 4, "end stop": 60, "end length": 60,
-    "end abort": 15, "tokens": 2000,
+    "end abort": 15, "tokens": 2000, "failed steps": 12, "end error": 15,
 }  # fmt: skip
 """Without these, the test would prove nothing."""
 
@@ -404,6 +435,7 @@ class Fault:
 FAULTS = [
     # arithmetic that no shadow runner computes
     Fault("a decode sees the rest of its block", sdpa, "_cut", " | (places >= stop)", ""),
+    Fault("a begun block keeps what others left there", sdpa, "plan", "0 < context", "context < 0 < context"),
     Fault("a window is a token too long", sdpa, "_cut", "max(0, context - window)", "max(0, context - window - 1)"),
     Fault("a chunk sees its own beginning only", sdpa, "_attend_span", "size == context and", "size > 1 and"),
     Fault("padding counts as a piece", sdpa, "_cut", "bool((parts >= 0).all())", "True"),
@@ -417,6 +449,8 @@ FAULTS = [
     Fault("the pending token is another row's", batches.Drawn, "source", "self._rows[span.request]", "0"),
     Fault("a grammar goes to the next row", GrammarMatcher, "mask", "torch.tensor(list(matchers))",
           "torch.tensor(list(matchers)).add(1).clamp(max=len(logits) - 1)"),
+    Fault("a step that failed is booked", LLMEngine, "_settle", "raise self._failure(output, error) from error",
+          "sampled = [None] * len(output.spans)"),
     # what comes back
     Fault("samples share a seed", engine, "sample_seed", "if index else seed", "if index > 1 else seed"),
     Fault("a stream repeats its text", LLMEngine, "_completion", "request.num_sent_chars += len(text)", "pass"),

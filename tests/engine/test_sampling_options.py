@@ -171,6 +171,11 @@ A = sorted(pre_tokenizers.ByteLevel.alphabet()).index("a")
         ),
         (dict(allowed_token_ids=[7], min_tokens=1, stop_token_ids=[7]), "allowed_token_ids is .7.; it must hold more"),
         (dict(allowed_token_ids=[A], bad_words=["a"]), "allowed_token_ids is .*; it must hold more than bad_words"),
+        (dict(min_tokens=1, stop_token_ids=range(259)), "stop_token_ids is .*; it must leave"),
+        (
+            dict(min_tokens=1, stop_token_ids=[*range(A), *range(A + 1, 259)], bad_words=["a"]),
+            "stop_token_ids is .*; it must leave",
+        ),
     ],
 )
 def test_what_no_model_could_do_is_refused(open_llm, tiny, rules, message):
@@ -179,6 +184,14 @@ def test_what_no_model_could_do_is_refused(open_llm, tiny, rules, message):
         one(llm, greedy(**rules))
     assert caught.value.parameter == message.split()[0]
     tiny.assert_idle(llm)
+
+
+@pytest.mark.parametrize("penalty", [1e-30, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_strongest_penalty_leaves_numbers(open_llm, tiny, penalty, temperature):
+    """A penalty that is 0 or infinite in float32 makes NaN of a banned token, or of a logit of 0."""
+    asked = greedy(repetition_penalty=penalty, temperature=temperature, seed=1, min_tokens=3, logit_bias={1: 1.0})
+    assert one(open_llm(), asked, [tiny.end, 5, 1]).finish_reason in ("stop", "length")
 
 
 def test_bad_words_need_a_tokenizer(open_llm):

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from nanovllm import ConfigError, RequestError, SamplingParams
 from nanovllm.llm import LLM
@@ -181,3 +182,28 @@ def test_an_engine_that_gives_logits_cannot_score(open_llm):
         open_llm(skip_tokenizer_init=True).score("a", "b")
     (found,) = open_llm(skip_tokenizer_init=True).score([1, 2], [3])
     assert found.token_ids == [3]
+
+
+def test_without_room_for_it_nothing_is_scored(open_llm, tiny):
+    """Pins hold the cache: a prompt that was never computed is not certain."""
+    llm = open_llm(num_gpu_blocks_override=6)
+    with llm.cache_prefix(list(range(40))), pytest.raises(RequestError, match="pins leave no room"):
+        llm.score([[9] * 5, [100] * 20], [[3], [5, 6, 7]])
+    tiny.assert_idle(llm)
+    assert llm.score([[100] * 20], [[5, 6, 7]])[0].logprob < 0
+
+
+def test_numbers_that_are_none_are_said_to_be_none(open_llm, monkeypatch):
+    llm = open_llm()
+    (expected,) = llm.score([[4, 5]], [[6]])
+    logits = llm._built.model.logits
+
+    def spoiled(hidden):
+        found = logits(hidden)
+        found[0, 3] = torch.nan
+        return found
+
+    monkeypatch.setattr(llm._built.model, "logits", spoiled)
+    bad, good = llm.score([[1, 2, 3], [4, 5]], [[5, 6], [6]])
+    assert math.isnan(bad.logprob) and len(bad.token_logprobs) == 2 and all(map(math.isnan, bad.token_logprobs))
+    assert not bad.is_greedy and good.logprob == pytest.approx(expected.logprob, abs=1e-4)

@@ -7,7 +7,7 @@ zeros).
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -229,11 +229,41 @@ def test_what_lies_in_unused_places_does_not_matter(name, window):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_arguments_are_left_alone(name):
+    """But for places behind the last token of a request, in a block of its own."""
     case = make_case(*STEPS["mixed"], block_size=4)
     before = [tensor.clone() for tensor in (case.query, case.keys, case.values)]
     case.by_backend(name, 0.25, None)
+    for context, table in zip(case.context_lens, case.tables, strict=True):
+        if context % 4:
+            for tensor in (case.keys, case.values, *before[1:]):
+                tensor[table[context // 4], context % 4 :] = 0
     for tensor, copy in zip((case.query, case.keys, case.values), before, strict=True):
         assert torch.equal(tensor, copy)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_nan_left_behind_in_a_block_is_not_read_by_who_gets_it_next(name, window, chunk):
+    """Prompts in chunks, and then decodes to the end of a block and beyond it: nobody writes all of a block first."""
+    lengths = [3, 8, 17, 30, 1]
+    case = make_case(lengths, lengths, block_size=8, garbage=torch.nan)
+    written = [(tensor.clone(), tensor.fill_(torch.nan))[0] for tensor in (case.keys, case.values)]
+    done = [0] * len(lengths)
+    while any(now < length for now, length in zip(done, lengths, strict=True)):
+        turns = [place for place, length in enumerate(lengths) if done[place] < length]
+        sizes = [min(chunk, lengths[place] - done[place]) if done[place] < 2 * chunk else 1 for place in turns]
+        for place, size in zip(turns, sizes, strict=True):
+            for token in range(done[place], done[place] + size):
+                slot = case.tables[place][token // 8], token % 8
+                for tensor, whole in zip((case.keys, case.values), written, strict=True):
+                    tensor[slot] = whole[slot]
+            done[place] += size
+        step = replace(
+            case, query=torch.randn(sum(sizes), 4, 16), query_lens=sizes, context_lens=[done[place] for place in turns],
+            tables=[case.tables[place] for place in turns],
+        )  # fmt: skip
+        torch.testing.assert_close(step.by_backend(name, 0.25, window), step.by_reference(0.25, window))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -32,7 +32,9 @@ class Door:
         self.scheduler = Scheduler(
             BlockManager(blocks, 4), max_num_seqs=seqs, max_num_batched_tokens=budget, policy=policy
         )
-        limits = Limits(max_model_len=context, vocab_size=VOCAB, max_logprobs=max_logprobs)
+        limits = Limits(
+            max_model_len=context, vocab_size=VOCAB, max_logprobs=max_logprobs, by_priority=policy == "priority"
+        )
         self.engine = LLMEngine(self.scheduler, Runner(), limits, encode=lambda text: [len(text)])
 
     def serve(self, prompt=(1, 2), *, priority=0, **params):
@@ -145,10 +147,15 @@ def test_a_prompt_has_a_bounded_number_of_samples():
         Door().refuse("n", "must be an integer from 1 to 16384", n=past)
 
 
+def test_a_priority_is_not_ignored():
+    for priority in (1, -1, -(2**63), 2**63 - 1):
+        error = Door().refuse("priority", 'needs scheduling_policy="priority"', priority=priority)
+        assert error.value == priority
+        assert Door(policy="priority").serve(max_tokens=1, priority=priority) == [(1, "length")]
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_priority_has_64_bits(policy):
-    for edge in (-(2**63), 2**63 - 1):
-        assert Door(policy=policy).serve(max_tokens=1, priority=edge) == [(1, "length")]
     for past in (-(2**63) - 1, 2**63, HUGE, 1.0, True, None, float("inf")):
         Door(policy=policy).refuse("priority", "must be an integer of 64 bits", priority=past)
 

@@ -46,7 +46,7 @@ REFUSED = [
     *(("logprobs", value) for value in (-2, 1.0, "1", False, NAN)),
     *(("presence_penalty", value) for value in (-2.1, 2.1, NAN, "1", None, True)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, NAN, "1", None, True)),
-    *(("repetition_penalty", value) for value in (0.0, 0, -1.0, NAN, INF, "1", None, True)),
+    *(("repetition_penalty", value) for value in (0.0, 0, -1.0, 1e-50, 1e50, NAN, INF, "1", None, True)),
     *(("min_p", value) for value in (-0.1, 1.1, NAN, "0.1", None, True)),
     *(("output_kind", value) for value in (1, "DELTA", None)),
     *(("allowed_token_ids", value) for value in ([],)),

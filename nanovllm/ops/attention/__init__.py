@@ -1,7 +1,8 @@
 """Paged attention: the front door, and the table of backends.
 
 A backend is a module with ``PREFERRED_BLOCK_SIZE``, ``plan(...)``, called once a step, and ``attend(...)``, called by
-each layer with that plan. ``reference.attend`` says what the result must be. One that cannot serve every model and
+each layer with that plan. ``reference.attend`` says what the result must be. It may write behind a request's last
+token, in the block that holds it. One that cannot serve every model and
 cache has ``check(head_dim, block_size, dtype)`` too: what stands in the way, or nothing. One whose results can be made
 independent of the step, by telling ``plan`` where prompts end, says ``DETERMINISTIC = True``. One that can be recorded
 in a CUDA graph has ``graph_plan``, and what ``cuda_graphs`` asks of it; ``attend_fresh`` then does what lies between

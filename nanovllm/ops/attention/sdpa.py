@@ -54,6 +54,9 @@ class Plan:
     decodes: tuple[Span, ...]
     spans: tuple[tuple[int, Span], ...]
     """(number of new tokens, where and what)."""
+    begun: tuple[tuple[int, int], ...]
+    """(block, tokens in it) of each block that the step begins and does not fill. Decodes read all of a block: a masked
+    place adds 0 times what lies there, and 0 * NaN is NaN, so what others left there goes first."""
     made: dict[tuple[object, int | None], object] = field(default_factory=dict)
     """What the first layer of each window works out, for the others."""
 
@@ -74,6 +77,7 @@ def plan(
     """Cut a step into calls. Arguments have one entry for each request, in the order of its rows."""
     decodes: list[Span] = []
     spans: list[tuple[int, Span]] = []
+    begun: list[tuple[int, int]] = []
     row = 0
     for size, context, table in zip(query_lens, context_lens, block_tables, strict=True):
         span = (row, context, table[: -(-context // block_size)])
@@ -81,12 +85,17 @@ def plan(
             decodes.append(span)
         else:
             spans.append((size, span))
+        if 0 < context % block_size <= size and device.type == "cpu":
+            begun.append((table[context // block_size], context % block_size))
         row += size
-    return Plan(block_size, tuple(decodes), tuple(spans))
+    return Plan(block_size, tuple(decodes), tuple(spans), tuple(begun))
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None) -> Tensor:
-    """See ``reference.attend``; the plan stands for its three index tensors."""
+    """See ``reference.attend``; the plan stands for its three index tensors. Fills the rest of begun blocks with 0."""
+    for block, used in plan.begun:
+        keys[block, used:] = 0
+        values[block, used:] = 0
     if plan.decodes:
         rows = plan.once("rows", window, lambda: _cut(plan, window, query.dtype))
         assert isinstance(rows, Rows)

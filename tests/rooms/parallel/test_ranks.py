@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,30 @@ def llama(open_llm):
 def test_two_ranks_give_the_tokens_of_one(open_llm, llama):
     with open_llm("llama", 1) as one:
         assert_same(llama.generate(PROMPTS, GREEDY, use_tqdm=False), one.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def listeners(pid):
+    """Return the addresses on which a process listens, as the kernel writes them: hexadecimal, and a port."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(link)}
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+
+
+def test_nobody_listens_beyond_this_machine(llama):
+    """Whoever could reach a rank's port could speak for another rank."""
+    llama.generate([[1]], GREEDY, use_tqdm=False)
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("0.0.0.0", 0)) as open_to_all:
+        found = listeners(os.getpid())
+        assert f"0100007F:{own.getsockname()[1]:04X}" in found, "a listener on loopback is found"
+        everywhere = f"00000000:{open_to_all.getsockname()[1]:04X}"
+        assert everywhere in found, "and so is one that is open to all"
+    group = llama.llm_engine._runner._group
+    processes = [os.getpid(), *(worker.process.pid for worker in group._workers)]
+    found = set().union(*map(listeners, processes))
+    assert found, "gloo's ranks listen for each other"
+    local = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
+    assert {address for address in found if not address.startswith(local)} == set()
 
 
 def test_rank_0_counts_for_both(llama):

@@ -172,6 +172,51 @@ def test_a_step_that_fails_ends_its_requests_alone_and_what_is_dropped_is_closed
     traces()
 
 
+def test_a_call_is_not_told_of_steps_that_failed_in_the_call_before(open_replicas, traces, plant):
+    """Both replicas fail: the caller hears of one, and what the other one failed with goes with the requests."""
+    fault = "if any(len(span.request.prompt_token_ids) == 7 for span in args[1].spans): raise ValueError('planted')"
+    plant("nanovllm.model_runner.ModelRunner", "submit", 0, fault)
+    llm = open_replicas("llama", 2)
+    for _ in range(5):
+        with pytest.raises(EngineError, match="planted"):
+            llm.generate([[token] * 7 for token in range(8)], LONG, use_tqdm=False)
+        assert all(len(output.token_ids) == 4 for output in llm.generate(MANY, SHORT, use_tqdm=False))
+        assert not llm.llm_engine.has_unfinished_requests
+    llm.close()
+    traces()
+
+
+def test_what_came_before_a_failure_is_given_out_before_it(open_replicas, traces, plant):
+    """Of three samples in turn the second fails; an abort of another request takes all messages at once."""
+    fault = "if any(span.request.index == 1 and span.start > 5 for span in args[1].spans): raise ValueError('planted')"
+    plant("nanovllm.model_runner.ModelRunner", "submit", 0, fault)
+    llm = open_replicas("llama", 2, max_num_seqs=1)
+    engine = llm.llm_engine
+    three = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    engine.add_request("three", [1, 2, 3], three, stream=True)
+    for name in ("other", "same"):
+        engine.add_request(name, [4], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert [engine._sent[key].replica for key in (0, 1, 2)] == [0, 1, 0]
+    time.sleep(0.5)  # replica 0 has sent all of it, or most
+    engine.abort("same")
+    tokens, ends, failures = {0: [], 1: [], 2: []}, {}, 0
+    while "three" in engine._requests:
+        try:
+            outputs = engine.step()
+        except EngineError as error:
+            outputs, failures = error.outputs, failures + 1
+        for sample in (sample for output in outputs if output.request_id == "three" for sample in output.outputs):
+            assert sample.index not in ends, "output after the end"
+            tokens[sample.index] += sample.token_ids
+            if sample.finish_reason is not None:
+                ends[sample.index] = sample.finish_reason
+    assert failures == 1 and ends == {0: "length", 1: "error", 2: "length"}
+    assert list(map(len, tokens.values())) == [8, 4, 8]
+    engine.abort("other")
+    llm.close()
+    traces()
+
+
 def test_an_exception_while_a_replica_loads(open_replicas, traces, plant):
     plant("nanovllm.loader", "_prepare", 3, "raise MemoryError('planted')")
     started = time.monotonic()
