@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.errors import nearest
 from nanovllm.trace import recording as recordings
 from nanovllm.trace.perfetto import kind, label
-from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, Recording, TraceError
+from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, Recording, TraceError, printable
 from nanovllm.trace.replay import Replay
 
 REASONS = {
@@ -245,7 +245,8 @@ def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
         speed = tokens_per_second(story)
         lines.append(line if speed is None else f"{line}, then {speed:.1f} tokens/s")
     between = max(0, total - story.waiting - story.prefill - story.decode)
-    parts = {"waiting": story.waiting, "its prompt": story.prefill, "decoding": story.decode, "other": between}
+    prompt = "its prompt, and what was computed again" if story.num_admissions > 1 else "its prompt"
+    parts = {"waiting": story.waiting, prompt: story.prefill, "decoding": story.decode, "other": between}
     spent = [f"{name} {seconds(part)} ({part / max(1, total):.0%})" for name, part in parts.items() if part]
     if spent:
         lines.append(f"where its time went: {', '.join(spent)}")
@@ -263,7 +264,11 @@ def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
 def _end(request: dict[str, Any], story: Story) -> str:
     if request["finish"] is None:
         return "it was still going when the recording stopped"
-    line = f"ended after step {request['end_step']} ({request['finish']}): {ENDS.get(request['finish'], 'see there')}"
+    when = "before the first step" if request["end_step"] is None else f"after step {request['end_step']}"
+    why = ENDS.get(request["finish"], "see there")
+    if request["finish"] == "length" and story.num_tokens < request["max_tokens"]:
+        why = "it grew until the cache could hold no more of it"
+    line = f"ended {when} ({request['finish']}): {why}"
     if request["stop"] is not None:
         line += f", at {request['stop']!r}"
     return line if story.failed is None else f"{line}: {story.failed}"
@@ -311,7 +316,8 @@ def counted(number: int, name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print the story of the request that ``args`` name, or a table of all."""
     recording = recordings.load(args.file)
-    print(table(recording) if args.request is None else explain(recording, args.request))
+    text = table(recording) if args.request is None else explain(recording, args.request)
+    print("\n".join(map(printable, text.split("\n"))))
     if recording["dropped_steps"]:
         print(f"({counted(recording['dropped_steps'], 'step')} came after the recording was full)")
     return 0

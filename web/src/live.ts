@@ -19,6 +19,8 @@
  *     dropped_steps  the number of steps that the server could not send, whenever it changes
  *     behind         true: more is on its way already, as when a viewer comes late and is sent what has been
  *
+ * An event of the name "end" is the last one: the engine is closed.
+ *
  * Facts are read before steps, whatever their order in the message. Whoever joins late gets, as the first events of the
  * first step's ``blocks``, those that bring all blocks to where they are. After MOST_STEPS steps the page takes no more.
  */
@@ -44,6 +46,12 @@ export function listen(address: string, player: Player, fail: (error: Error) => 
   };
   source.onopen = () => { player.connected = true; player.changed(); };
   source.onerror = () => { player.connected = false; player.changed(); };
+  source.addEventListener("end", () => { // else it would ask for ever for an engine that is gone
+    source.close();
+    player.closed = true;
+    player.follow = false;
+    player.changed();
+  });
   source.onmessage = (event) => {
     try {
       receive(player, JSON.parse(event.data) as Message);

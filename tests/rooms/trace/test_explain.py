@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.cli import main
 from nanovllm.trace import explain, recording
 from nanovllm.trace.perfetto import label
@@ -78,6 +79,39 @@ def test_the_parts_of_a_life_are_the_whole(workload):
                 span[0] == story.place for step in found["steps"] for span in step["spans"]
             )
             assert explain.explain(found, label(row)).startswith(f"request {label(row)}: ")
+
+
+def test_who_outgrew_the_cache_did_not_have_all_its_tokens(told):
+    told["requests"][0] |= {"finish": "length", "stop": None, "max_tokens": 6}
+    assert explain.explain(told, "a").endswith("(length): it grew until the cache could hold no more of it")
+    told["requests"][0]["max_tokens"] = 5
+    assert explain.explain(told, "a").endswith("(length): it had all the tokens that it may have")
+
+
+def test_who_is_aborted_before_any_step_has_a_story(open_llm, tmp_path):
+    target = tmp_path / "run.html"
+    with open_llm(trace=str(target)) as llm:
+        llm.llm_engine.add_request("gone", [1, 2, 3], SamplingParams(max_tokens=4))
+        llm.llm_engine.abort("gone")
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    story = explain.explain(recording.load(target), "gone").split("\n  ")
+    assert story[1].startswith("never admitted: came before step 0, waited ")
+    assert story[-1] == "ended before the first step (abort): its caller aborted it"
+
+
+def test_what_is_computed_again_is_not_called_a_prompt(told):
+    told["steps"].append(dict(t=[610, 620, 630, 640, 700, 710], spans=[[1, 0, 13, 6]], preempted=[], wait=None,
+                              blocks=[]))  # fmt: skip
+    assert "its prompt, and what was computed again 0.4 ms" in explain.explain(told, "b")
+
+
+def test_a_name_cannot_give_commands_to_the_terminal(told, tmp_path, capsys):
+    told["requests"][0]["id"] = "a\x1b[2J\nb"
+    (tmp_path / "run.recording.json").write_text(recording.dump(told))
+    assert main(["explain", str(tmp_path / "run.recording.json"), "b"]) == 0
+    assert main(["explain", str(tmp_path / "run.recording.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\\x1b[2J" in printed
 
 
 def test_the_slowest_is_marked(told):
