@@ -197,7 +197,7 @@ export function BlockMap({ player }: { player: Player }) {
         <li><i class="cellkey one" />held</li>
         <li><i class="cellkey part" />partly filled</li>
         <li><i class="cellkey two" />shared</li>
-        <li><i class="cellkey old" />cached, darker: used more recently</li>
+        <li><i class="cellkey old" />cached, stronger: used more recently</li>
         <li><i class="cellkey blank" />blank</li>
         <li><i class="cellkey taken" />taken now</li>
         <li><i class="cellkey evicted" />evicted now</li>

@@ -180,19 +180,19 @@ function Text({ player, life }: { player: Player; life: Life }) {
   }, [cursor]);
   return (
     <>
-      <p class="text" aria-label="Text">
-        {cuts.slice(1).map((stop, i) => {
+      <p class="text" aria-label="Text" dir="auto">
+        <bdi>{cuts.slice(1).map((stop, i) => {
           const start = cuts[i];
           const kind = start >= from && stop <= to && to > from ? "now" : stop <= cached ? "cached" : stop <= computed ? "done" : "todo";
           return <span key={`${start}`} class={`prompt ${kind}`}>{show(start, stop)}</span>;
-        })}
-        {drawn.map(([place, token, step], i) => {
+        })}</bdi>
+        <bdi>{drawn.map(([place, token, step], i) => {
           const say = (event: PointerEvent) => player.say({ x: event.clientX, y: event.clientY, lines: alternatives(player, life, token, step) });
           return (
           <span key={place} ref={place === drawn.at(-1)![0] ? newest : undefined} class={`token${step === cursor ? " new" : ""}`} data-step={step} data-place={place} data-token={token}
             onPointerEnter={say} onPointerDown={say} onPointerLeave={(event) => { if (event.pointerType !== "touch") player.say(null); }} onClick={() => player.go(step)}>{pieces[i]}</span>
           );
-        })}
+        })}</bdi>
       </p>
       <p class="text-key" aria-hidden="true"><span class="prompt cached">from the cache</span> <span class="prompt done">computed</span> <span class="prompt now">in this step</span> <span class="prompt todo">to come</span> <span class="token new">drawn now</span></p>
     </>

@@ -190,8 +190,12 @@ export function quote(text: string | undefined, token: number): string {
 }
 
 export function visible(text: string): string {
-  return characters(text).replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+  const told = characters(text).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return told.replace(SIGNALS, (each) => (each < " " ? String.fromCharCode(0x2400 + each.charCodeAt(0)) : `<${each.charCodeAt(0).toString(16).toUpperCase()}>`)) || "∅";
 }
+
+/** What is not seen, but may turn the sentence around it. */
+const SIGNALS = /[\0-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
 /** Bytes that are no whole character: the recording has surrogates for them, of their number. */
 const BYTES = /[\udc80-\udcff]+/gu;

@@ -450,6 +450,16 @@ def test_a_character_of_several_tokens_is_shown_whole(show):
 
 
 @browsed
+def test_signals_of_a_text_turn_nothing_around_it(show):
+    texts = {str(token): "\u202eabc" if token == 5 else "xyz" for token in range(1, 8)} | {"7": "\u202e\x1b[0m\n"}
+    page = show(tiny(texts=texts), "#step=3&request=1")
+    assert "“<202E>␛[0m⏎”" in page.text(".story")
+    prompt, token = page("""['.prompt.now, .prompt.done:nth-last-child(1)', '.token'].map(
+        each => document.querySelector(each).getBoundingClientRect().right)""")
+    assert token > prompt, "what was drawn stands behind the prompt, and not in it"
+
+
+@browsed
 def test_search_finds_names_and_texts(show):
     page = show(tiny())
     for words, found in (("r1", 1), ("cold WIND", 0), ("sky", 0)):
