@@ -223,7 +223,8 @@ class Viewer(BaseHTTPRequestHandler):
             if follower.behind:  # as long as this took: half of the time is the engine's
                 self.source.closed.wait(min(SECONDS, time.monotonic() - began))
             elif ends:
-                self.wfile.write(f"event: {END}\ndata: {{}}\n\n".encode())
+                tail = dump({"tail": self.source.recorder.tail})
+                self.wfile.write(f"event: {END}\ndata: {tail}\n\n".encode())
                 return
             else:
                 if not message:

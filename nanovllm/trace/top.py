@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.errors import EngineError
 from nanovllm.trace.live import END, HOST
 from nanovllm.trace.perfetto import label
-from nanovllm.trace.recording import FREE, HOLD, TAKE, printable
+from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, printable
 
 WINDOW = 2_000_000
 """Microseconds of steps that the rate is taken from."""
@@ -30,7 +30,7 @@ class Screen:
         self._requests: list[dict[str, Any]] = []
         self._drawn: list[int] = []
         self._running: list[int] = []
-        self._readers: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}  # requests that have taken a block and not given it back yet
         self._recent: deque[tuple[int, int]] = deque()  # when a step was settled, and what it drew
         self._num_steps = self._num_preempted = self._num_dropped = 0
 
@@ -54,18 +54,23 @@ class Screen:
                 self._drawn[place] += 1
             self._recent.append((step["t"][5], len(drawn)))
             events = step["blocks"]
-            for code, block in zip(events[::3], events[1::3], strict=True):
-                if code in (TAKE, HOLD, FREE):
-                    self._readers[block] = self._readers.get(block, 0) + (-1 if code == FREE else 1)
+            for code, block, place in zip(events[::3], events[1::3], events[2::3], strict=True):
+                readers = self._readers.setdefault(block, [])
+                if code in (TAKE, HOLD):
+                    readers.append(place)
+                elif code == FREE:
+                    readers.remove(place)
         while self._recent and self._recent[-1][0] - self._recent[0][0] > WINDOW:
             self._recent.popleft()
 
     def text(self) -> str:
         """Return it as lines."""
-        alive = [place for place, row in enumerate(self._requests) if row["ended"] is None]
-        running = [place for place in self._running if place in set(alive)]
+        alive = {place for place, row in enumerate(self._requests) if row["ended"] is None}
+        running = [place for place in self._running if place in alive]
         waiting = len(alive) - len(running)
-        used = sum(count > 0 for count in self._readers.values())
+        # that a request gave its blocks back is told with the next step, and there may be none
+        reading = alive | {NOBODY}
+        used = sum(not reading.isdisjoint(readers) for readers in self._readers.values())
         blocks = self._engine.get("num_blocks", 0)
         model = printable(str(self._engine.get("model")))
         lines = [

@@ -24,6 +24,7 @@ from nanovllm.trace import top
 from nanovllm.trace.file import TraceFile
 from nanovllm.trace.live import MOST_ROWS, MOST_SPANS, MOST_TOKENS, MOST_VIEWERS, Follower, Live
 from nanovllm.trace.recorder import Recorder
+from nanovllm.trace.replay import Replay
 
 SECONDS = 20
 
@@ -208,6 +209,31 @@ def test_top_tells_an_engine_that_is_closed_from_one_that_is_gone(capsys):
         assert cli.main(["top", str(server.getsockname()[1])]) == cli.BAD_INPUT
     printed = capsys.readouterr().err
     assert "gone without a word" in printed and "the engine is closed" not in printed
+
+
+def test_top_counts_no_block_of_requests_that_have_ended(open_llm):
+    llm = open_llm(live=0)
+    pinned = llm.cache_prefix(list(range(20)))
+    reader = Reader(llm)
+    generate(llm, 2)
+    llm.close()
+    reader.join(SECONDS)
+    screen = top.Screen()
+    for message in reader.messages:
+        screen.read(message)
+    assert pinned and "running 0  waiting 0  ended 3" in screen.text() and "blocks 2 of 32" in screen.text()
+    assert reader.messages[-1]["tail"], "the blocks that were given back last"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_top_counts_the_blocks_that_the_replay_does(workload, seed):
+    found = workload(seed).serve()
+    replay, screen = Replay(found), top.Screen()
+    rows = [row | {"index": place, "ended": None} for place, row in enumerate(found["requests"])]
+    screen.read({"engine": found["engine"], "requests": rows})
+    while replay.forward():
+        screen.read({"steps": [found["steps"][replay.step]]})
+        assert f"blocks {replay.num_held} of {replay.num_blocks} " in screen.text()
 
 
 def test_top_shows_that_nothing_happens_and_that_the_recording_is_full():

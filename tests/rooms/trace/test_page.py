@@ -697,7 +697,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"retry: 100\n\n")
         while (message := self.server.messages.get()) is not None:
             if message == "end":
-                self.wfile.write(b"event: end\ndata: {}\n\n")
+                self.wfile.write(b'event: end\ndata: {"tail":[2,1,1,2,0,1]}\n\n')
                 return
             self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
 
@@ -757,6 +757,9 @@ def test_a_live_page_says_that_the_engine_is_closed_and_asks_no_more(browser):
         browser.until("document.querySelector('.notices').innerText.includes('The engine is closed')")
         time.sleep(0.4)
         assert "lost" not in browser.text("#page") and browser.state()["connected"]
+        assert browser.state()["cursor"] == 4 and browser.state()["readers"] == [0] * 4, (
+            "and what came after it is seen"
+        )
         browser.press("Home")
         assert browser.state()["cursor"] == 0 and "Request r0 arrives" in browser.text(".story")
         browser.call("Page.navigate", url="about:blank")
