@@ -23,7 +23,7 @@ REASONS = {
     "budget": "the step's tokens were used up (max_num_batched_tokens)",
     "seqs": "as many requests ran as may (max_num_seqs)",
     "blocks": "not enough blocks of the cache were free",
-    "preempted": "another one had just been preempted for want of blocks",
+    "preempted": "somebody had just been preempted for want of blocks",
 }
 """Why the first in the queue is not admitted."""
 
@@ -64,8 +64,8 @@ class Story:
     """In how many steps it was the first in the queue and not admitted, by reason."""
     num_behind: int = 0
     """In how many steps others stood before it in the queue."""
-    sharers: Counter[int] = field(default_factory=Counter)
-    """Blocks that it found at its first admission, by the requests that held them then, or had done so last."""
+    sharers: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Blocks that it found at its first admission, by the requests that held them then, or the one that did last."""
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """(step, start, stop) of each part of its prompt, and of what was computed again."""
     preempted: list[tuple[int, int]] = field(default_factory=list)
@@ -171,7 +171,7 @@ def _note_sharers(story: Story, replay: Replay, readers: Sequence[int]) -> None:
     for code, block, owner in _events(replay.steps[replay.step]):
         if code == HOLD and owner == story.place:
             now = [place for place, table in replay.tables.items() if block in table and place != owner]
-            story.sharers.update(now or [readers[block]])
+            story.sharers[tuple(now) or (readers[block],)] += 1
 
 
 def explain(recording: Recording, name: str) -> str:
@@ -198,9 +198,8 @@ def words(recording: Recording, story: Story) -> str:
              f"{story.num_tokens} drawn, {seconds(story.until - request['arrived'])}"]  # fmt: skip
     lines.append(_waited(request, story))
     if request["cached"]:
-        sharers = [f"{counted(number, 'block')} of request {names[place]}" if place != NOBODY else
-                   f"{counted(number, 'block')} of a pin, or of before the recording"
-                   for place, number in story.sharers.most_common(MOST_NAMED)]  # fmt: skip
+        sharers = [f"{counted(number, 'block')} of {_holders(names, places)}"
+                   for places, number in story.sharers.most_common(MOST_NAMED)]  # fmt: skip
         where = f": {'; '.join(sharers)}" if sharers else ""
         lines.append(f"found in the cache: {request['cached']} of its prompt's tokens{where}")
     else:
@@ -220,6 +219,16 @@ def words(recording: Recording, story: Story) -> str:
     lines += _times(request, story, cpu=recording["engine"].get("device") == "cpu")
     lines.append(_end(request, story))
     return "\n  ".join(lines)
+
+
+def _holders(names: Sequence[str], places: tuple[int, ...]) -> str:
+    if places == (NOBODY,):
+        return "a pin, or of before the recording"
+    named, more = [names[place] for place in places[:MOST_NAMED]], len(places) - MOST_NAMED
+    if more > 0:
+        return f"requests {', '.join(named)} and {more} more"
+    *most, last = named
+    return f"requests {', '.join(most)} and {last}" if most else f"request {last}"
 
 
 def _waited(request: dict[str, Any], story: Story) -> str:

@@ -57,7 +57,7 @@ export function whyWaiting(wait: Wait, replay: Replay, step: number): string {
 }
 
 const SHORTLY: Record<string, string> = {
-  budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "others had to make room",
+  budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "somebody had to make room",
 };
 
 export const FINISHES: Record<string, string> = {

@@ -14,7 +14,8 @@ from nanovllm.trace import explain, recording
 from nanovllm.trace.perfetto import label
 from nanovllm.trace.recording import TraceError
 
-DOCS = (Path(__file__).parents[3] / "docs" / "trace.md").read_text(encoding="utf-8")
+DOCS_FOLDER = Path(__file__).parents[3] / "docs"
+DOCS = (DOCS_FOLDER / "trace.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
@@ -52,7 +53,7 @@ def test_a_story_has_everything_that_happened(told):
     assert explain.explain(told, "b").split("\n  ") == [
         "request b: 12 prompt tokens, 1 drawn, 0.6 ms",
         "came before step 1, was admitted in step 2 (and after being preempted, 0.2 ms in all); first in the queue "
-        "for 1 step because not enough blocks of the cache were free, for 1 step because another one had just been "
+        "for 1 step because not enough blocks of the cache were free, for 1 step because somebody had just been "
         "preempted for want of blocks",
         "found in the cache: 8 of its prompt's tokens: 2 blocks of request a",
         "computed in 2 chunks: [8, 10) in step 2, [10, 12) in step 3",
@@ -79,6 +80,13 @@ def test_the_parts_of_a_life_are_the_whole(workload):
                 span[0] == story.place for step in found["steps"] for span in step["spans"]
             )
             assert explain.explain(found, label(row)).startswith(f"request {label(row)}: ")
+
+
+def test_blocks_that_several_hold_are_counted_once():
+    found = recording.load(DOCS_FOLDER / "recordings" / "prefix-hit.recording.json")
+    assert "16 of its prompt's tokens: 4 blocks of requests 0 and 1\n" in explain.explain(found, "2")
+    assert explain._holders("abcdefgh", tuple(range(8))) == "requests a, b, c, d, e, f and 2 more"
+    assert explain._holders("abc", (1,)) == "request b"
 
 
 def test_who_outgrew_the_cache_did_not_have_all_its_tokens(told):
