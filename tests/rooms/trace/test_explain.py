@@ -163,6 +163,15 @@ def test_the_commands(folder, tmp_path, capsys):
     assert len(recording.load(other)["requests"]) == 1
 
 
+@pytest.mark.parametrize("number", ["0", "21", "x"])
+def test_alternatives_that_no_recording_holds_are_refused_before_a_file_is_replaced(tmp_path, capsys, number):
+    kept = tmp_path / "run.html"
+    kept.write_text("kept")
+    with pytest.raises(SystemExit):
+        main(["trace", "one", "--alternatives", number, "-o", str(kept)])
+    assert "is not a whole number of 1 to 20" in capsys.readouterr().err and kept.read_text() == "kept"
+
+
 def test_a_trace_that_could_not_be_written_is_no_success(folder, tmp_path, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
