@@ -168,9 +168,12 @@ def _preemptors(step: dict[str, Any]) -> dict[int, int]:
 
 
 def _note_sharers(story: Story, replay: Replay, readers: Sequence[int]) -> None:
-    for code, block, owner in _events(replay.steps[replay.step]):
+    later: dict[int, set[int]] = {}  # who holds each block from this request's turn on
+    for code, block, owner in reversed(_events(replay.steps[replay.step])):
+        if code == HOLD:
+            later.setdefault(block, set()).add(owner)
         if code == HOLD and owner == story.place:
-            now = [place for place, table in replay.tables.items() if block in table and place != owner]
+            now = [place for place, table in replay.tables.items() if block in table and place not in later[block]]
             story.sharers[tuple(now) or (readers[block],)] += 1
 
 
@@ -241,9 +244,19 @@ def _waited(request: dict[str, Any], story: Story) -> str:
     reasons = [f"{counted(number, 'step')} because {REASONS[name]}" for name, number in story.reasons.most_common()]
     if reasons:
         line += f"; first in the queue for {', for '.join(reasons)}"
+    held = _num_held(request)
+    if held:
+        line += f"; held for {counted(held, 'step')}, until the prompt of the first sample could be found"
     if story.num_behind:
         line += f"; behind others for {counted(story.num_behind, 'step')}"
     return line
+
+
+def _num_held(request: dict[str, Any]) -> int:
+    """Return for how many steps a sample stood in no queue."""
+    queued = request.get("queued_step", request["before_step"])
+    until = request.get("gone_step") if queued is None else queued
+    return 0 if until is None else max(0, until - request["before_step"])
 
 
 def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:

@@ -73,6 +73,7 @@ function Queue({ player }: { player: Player }) {
   const { replay, cursor } = player;
   const step = replay.recording.steps[cursor];
   const [waiting, running] = [replay.waiting(cursor), replay.running(cursor)];
+  const held = replay.lives.filter((life) => life.facts.before_step <= cursor && life.queued > cursor && life.gone > cursor).length;
   const head = waiting[0];
   const most = 32;
   return (
@@ -95,6 +96,7 @@ function Queue({ player }: { player: Player }) {
         ))}
         {waiting.length > most ? <span class="quiet">and {waiting.length - most} more</span> : null}
         {!waiting.length ? <span class="quiet">nobody</span> : null}
+        {held ? <span class="quiet">besides {count(held, "sample")} held until the prompt of the first can be found</span> : null}
       </p>
       {head && step?.wait ? <p class="why">Why request {nameOf(head)} is not admitted: {whyWaiting(step.wait, replay, cursor)}.</p> : null}
     </div>

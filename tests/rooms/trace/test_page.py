@@ -483,6 +483,20 @@ def test_samples_have_the_names_that_explain_gives_them(show):
 
 
 @browsed
+@pytest.mark.parametrize("name", ["r", "a-name-that-is-as-long-as-some-are-" * 4])
+def test_a_sample_that_is_held_is_told_of_and_its_panel_can_be_closed(show, name):
+    recording = tiny()
+    recording["requests"][1] |= {"id": name, "sample": 1, "before_step": 0, "queued_step": 2}
+    page = show(recording, "#step=1&request=1")
+    assert "besides 1 sample held until the prompt of the first can be found" in page.text(".queues")
+    title, close = page.middle(".request .dot"), page.middle(".request [aria-label=Close]")
+    inside = page("document.querySelector('.request').getBoundingClientRect().right")
+    assert abs(title[1] - close[1]) < 12 and close[0] < inside
+    page.press("ArrowRight")
+    assert "besides" not in page.text(".queues")
+
+
+@browsed
 def test_the_number_of_the_step_says_where_we_are_whatever_is_written(show):
     page = show(PRESSED, "#step=7")
     for written, there in (("", 7), ("5000", 103), ("4000", 103), ("-3", 0), ("12.4", 12)):
