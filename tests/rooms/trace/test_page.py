@@ -492,6 +492,8 @@ def test_a_sample_that_is_held_is_told_of_and_its_panel_can_be_closed(show, name
     title, close = page.middle(".request .dot"), page.middle(".request [aria-label=Close]")
     inside = page("document.querySelector('.request').getBoundingClientRect().right")
     assert abs(title[1] - close[1]) < 12 and close[0] < inside
+    cut = page("(title => title.scrollWidth > title.clientWidth)(document.querySelector('.request h2'))")
+    assert cut == (len(name) > 9)
     page.press("ArrowRight")
     assert "besides" not in page.text(".queues")
 
