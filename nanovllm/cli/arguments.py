@@ -53,8 +53,8 @@ def add_trace(commands: Commands) -> None:
         help=f"{RECORDING_HELP}; default: %(default)s; -o FILE is the same",
     )  # fmt: skip
     parser.add_argument(
-        "--alternatives", type=_positive, default=5, metavar="N",
-        help="tokens that might have come instead, to be shown with their probabilities; default: %(default)s",
+        "--alternatives", type=_few, default=5, metavar="N",
+        help="tokens that might have come instead, 1 to 20, to be shown with their probabilities; default: %(default)s",
     )  # fmt: skip
 
 
@@ -220,6 +220,13 @@ def _positive(text: str) -> int:
     """Read a whole number of at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _few(text: str) -> int:
+    """Read a whole number of 1 to 20: a recording holds no more candidates."""
+    if not text.isdecimal() or not 1 <= int(text) <= 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 to 20")
     return int(text)
 
 

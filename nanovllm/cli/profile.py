@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         floors = {"linear": products.seconds(session.roof), "attention": attention.seconds(session.roof)}
         taken = kernel_times(recorded) if device.type == "cuda" else operator_times(recorded)
         parts = as_parts(taken, seconds, number, floors, "idle" if device.type == "cuda" else "between operators")
-        what = f"{len(args.prompts)} prompts" if args.prompts else f"row {args.row}"
+        what = f"{len(args.prompts)} prompt{'s' * (len(args.prompts) > 1)}" if args.prompts else f"row {args.row}"
         name = device_name(device)
         say(f"{model or f'shapes of {DEFAULT_SHAPE[kind]}'} on {name}, torch {torch.__version__}: {what}")
         requests, tokens = (sum(map(count, steps)) / number for count in (len, num_tokens))

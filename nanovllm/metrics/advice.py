@@ -72,9 +72,10 @@ class Advice:
         if number - self._preemptions >= MANY_PREEMPTIONS and now >= self._look_at_cache:
             self._look_at_cache = now + QUIET_SECONDS
             logger.warning(
-                "the cache was full %d times since the last such line: requests lost their blocks and are computed "
-                "again. %s, or lower max_num_seqs=%d, so that fewer share it.",
-                number - self._preemptions, self._larger_cache(), self._config.max_num_seqs,
+                "the cache was full %d times%s: requests lost their blocks and are computed again. %s, or lower "
+                "max_num_seqs=%d, so that fewer share it.",
+                number - self._preemptions, " since the last such line" if self._preemptions else "",
+                self._larger_cache(), self._config.max_num_seqs,
             )  # fmt: skip
             self._preemptions = number
 
@@ -107,8 +108,10 @@ class Advice:
         levers = []
         if config.num_gpu_blocks_override is not None:
             levers.append(f"raise num_gpu_blocks_override={config.num_gpu_blocks_override}")
-        elif config.kv_cache_memory_bytes is not None or facts.device.type != "cuda":
+        elif config.kv_cache_memory_bytes is not None:
             levers.append(f"raise kv_cache_memory_bytes={config.kv_cache_memory_bytes}")
+        elif facts.device.type != "cuda":
+            levers.append("give more with kv_cache_memory_bytes")
         else:
             levers.append(f"raise gpu_memory_utilization={config.gpu_memory_utilization}")
         levers.append(f"lower max_model_len={facts.max_model_len}")

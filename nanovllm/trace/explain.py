@@ -16,14 +16,14 @@ from typing import Any
 from nanovllm.errors import nearest
 from nanovllm.trace import recording as recordings
 from nanovllm.trace.perfetto import kind, label
-from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, Recording, TraceError
+from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, Recording, TraceError, printable
 from nanovllm.trace.replay import Replay
 
 REASONS = {
     "budget": "the step's tokens were used up (max_num_batched_tokens)",
     "seqs": "as many requests ran as may (max_num_seqs)",
     "blocks": "not enough blocks of the cache were free",
-    "preempted": "another one had just been preempted for want of blocks",
+    "preempted": "somebody had just been preempted for want of blocks",
 }
 """Why the first in the queue is not admitted."""
 
@@ -64,8 +64,8 @@ class Story:
     """In how many steps it was the first in the queue and not admitted, by reason."""
     num_behind: int = 0
     """In how many steps others stood before it in the queue."""
-    sharers: Counter[int] = field(default_factory=Counter)
-    """Blocks that it found at its first admission, by the requests that held them then, or had done so last."""
+    sharers: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Blocks that it found at its first admission, by the requests that held them then, or the one that did last."""
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     """(step, start, stop) of each part of its prompt, and of what was computed again."""
     preempted: list[tuple[int, int]] = field(default_factory=list)
@@ -168,10 +168,13 @@ def _preemptors(step: dict[str, Any]) -> dict[int, int]:
 
 
 def _note_sharers(story: Story, replay: Replay, readers: Sequence[int]) -> None:
-    for code, block, owner in _events(replay.steps[replay.step]):
+    later: dict[int, set[int]] = {}  # who holds each block from this request's turn on
+    for code, block, owner in reversed(_events(replay.steps[replay.step])):
+        if code == HOLD:
+            later.setdefault(block, set()).add(owner)
         if code == HOLD and owner == story.place:
-            now = [place for place, table in replay.tables.items() if block in table and place != owner]
-            story.sharers.update(now or [readers[block]])
+            now = [place for place, table in replay.tables.items() if block in table and place not in later[block]]
+            story.sharers[tuple(now) or (readers[block],)] += 1
 
 
 def explain(recording: Recording, name: str) -> str:
@@ -198,9 +201,8 @@ def words(recording: Recording, story: Story) -> str:
              f"{story.num_tokens} drawn, {seconds(story.until - request['arrived'])}"]  # fmt: skip
     lines.append(_waited(request, story))
     if request["cached"]:
-        sharers = [f"{counted(number, 'block')} of request {names[place]}" if place != NOBODY else
-                   f"{counted(number, 'block')} of a pin, or of before the recording"
-                   for place, number in story.sharers.most_common(MOST_NAMED)]  # fmt: skip
+        sharers = [f"{counted(number, 'block')} of {_holders(names, places)}"
+                   for places, number in story.sharers.most_common(MOST_NAMED)]  # fmt: skip
         where = f": {'; '.join(sharers)}" if sharers else ""
         lines.append(f"found in the cache: {request['cached']} of its prompt's tokens{where}")
     else:
@@ -222,6 +224,16 @@ def words(recording: Recording, story: Story) -> str:
     return "\n  ".join(lines)
 
 
+def _holders(names: Sequence[str], places: tuple[int, ...]) -> str:
+    if places == (NOBODY,):
+        return "a pin, or of before the recording"
+    named, more = [names[place] for place in places[:MOST_NAMED]], len(places) - MOST_NAMED
+    if more > 0:
+        return f"requests {', '.join(named)} and {more} more"
+    *most, last = named
+    return f"requests {', '.join(most)} and {last}" if most else f"request {last}"
+
+
 def _waited(request: dict[str, Any], story: Story) -> str:
     if story.admitted is None:
         line = f"never admitted: came before step {request['before_step']}, waited {seconds(story.waiting)}"
@@ -232,9 +244,19 @@ def _waited(request: dict[str, Any], story: Story) -> str:
     reasons = [f"{counted(number, 'step')} because {REASONS[name]}" for name, number in story.reasons.most_common()]
     if reasons:
         line += f"; first in the queue for {', for '.join(reasons)}"
+    held = _num_held(request)
+    if held:
+        line += f"; held for {counted(held, 'step')}, until the prompt of the first sample could be found"
     if story.num_behind:
         line += f"; behind others for {counted(story.num_behind, 'step')}"
     return line
+
+
+def _num_held(request: dict[str, Any]) -> int:
+    """Return for how many steps a sample stood in no queue."""
+    queued = request.get("queued_step", request["before_step"])
+    until = request.get("gone_step") if queued is None else queued
+    return 0 if until is None else max(0, until - request["before_step"])
 
 
 def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
@@ -245,7 +267,8 @@ def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
         speed = tokens_per_second(story)
         lines.append(line if speed is None else f"{line}, then {speed:.1f} tokens/s")
     between = max(0, total - story.waiting - story.prefill - story.decode)
-    parts = {"waiting": story.waiting, "its prompt": story.prefill, "decoding": story.decode, "other": between}
+    prompt = "its prompt, and what was computed again" if story.num_admissions > 1 else "its prompt"
+    parts = {"waiting": story.waiting, prompt: story.prefill, "decoding": story.decode, "other": between}
     spent = [f"{name} {seconds(part)} ({part / max(1, total):.0%})" for name, part in parts.items() if part]
     if spent:
         lines.append(f"where its time went: {', '.join(spent)}")
@@ -263,7 +286,11 @@ def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:
 def _end(request: dict[str, Any], story: Story) -> str:
     if request["finish"] is None:
         return "it was still going when the recording stopped"
-    line = f"ended after step {request['end_step']} ({request['finish']}): {ENDS.get(request['finish'], 'see there')}"
+    when = "before the first step" if request["end_step"] is None else f"after step {request['end_step']}"
+    why = ENDS.get(request["finish"], "see there")
+    if request["finish"] == "length" and story.num_tokens < request["max_tokens"]:
+        why = "it grew until the cache could hold no more of it"
+    line = f"ended {when} ({request['finish']}): {why}"
     if request["stop"] is not None:
         line += f", at {request['stop']!r}"
     return line if story.failed is None else f"{line}: {story.failed}"
@@ -311,7 +338,8 @@ def counted(number: int, name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print the story of the request that ``args`` name, or a table of all."""
     recording = recordings.load(args.file)
-    print(table(recording) if args.request is None else explain(recording, args.request))
+    text = table(recording) if args.request is None else explain(recording, args.request)
+    print("\n".join(map(printable, text.split("\n"))))
     if recording["dropped_steps"]:
         print(f"({counted(recording['dropped_steps'], 'step')} came after the recording was full)")
     return 0

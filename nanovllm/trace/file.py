@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import weakref
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ from nanovllm.trace.live import Live
 from nanovllm.trace.perfetto import MARK, chrome_trace
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.recording import PAGE, PLAIN, Recording, dump, of_replica, replace
+from nanovllm.trace.texts import text_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class TraceFile:
                 "max_num_batched_tokens": facts.max_num_batched_tokens,
                 "policy": config.scheduling_policy,
             },
-            decode=None if built.tokenizer is None else _decoder(built.tokenizer),
+            decode=None if built.tokenizer is None else partial(text_of, built.tokenizer),
             deliver=self.end,
             candidates=config.logprobs_mode.endswith("logprobs"),
         )
@@ -139,10 +141,6 @@ def _ours(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(200).startswith(MARK.encode())
-
-
-def _decoder(tokenizer: Any) -> Any:
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _device_name(device: Any) -> str:

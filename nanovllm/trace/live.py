@@ -39,6 +39,9 @@ MOST_VIEWERS = 16
 MOST_SPANS, MOST_STEPS, MOST_TOKENS, MOST_ROWS = 2000, 200, 4000, 100
 """Of one message; a step and a prompt are not cut."""
 
+END = "end"
+"""Name of the last event: who does not get it has lost the connection."""
+
 CHANGING = ("cached", "ended", "end_step", "gone_step", "queued_step", "finish", "stop", "text")
 """Facts of a request that are not known when it comes."""
 
@@ -220,6 +223,8 @@ class Viewer(BaseHTTPRequestHandler):
             if follower.behind:  # as long as this took: half of the time is the engine's
                 self.source.closed.wait(min(SECONDS, time.monotonic() - began))
             elif ends:
+                tail = dump({"tail": self.source.recorder.tail})
+                self.wfile.write(f"event: {END}\ndata: {tail}\n\n".encode())
                 return
             else:
                 if not message:

@@ -222,9 +222,14 @@ class Recorder(Observer):
             "texts": {} if decode is None else {str(token): decode(token) for token in sorted(ids)},
             "requests": [{**row, "prompt": row["prompt"].tolist()} for row in self.requests],
             "steps": [step.facts() for step in steps],
-            "tail": self._ledger.events,
+            "tail": self.tail,
             "dropped_steps": self.dropped_steps + len(self.steps) - whole,
         }
+
+    @property
+    def tail(self) -> list[int]:
+        """What has become of blocks since the last step was decided."""
+        return self._ledger.events
 
     def flush(self) -> None:
         """Show those who watch what is settled; any thread may ask. Nothing happens while the engine writes."""

@@ -8,7 +8,8 @@ one into ``steps``.
      "engine": {"nanovllm": "0.1.0", "model": "...", "device": "cpu", "device_name": "...", "dtype": "...",
                 "block_size": 16, "num_blocks": 512, "max_num_seqs": 256, "max_num_batched_tokens": 512,
                 "enable_prefix_caching": true, "policy": "fcfs", "started": "2026-11-30T06:40:00Z"},
-     "texts": {"<token id>": "text of that token alone"},   every id that occurs; {} without a tokenizer
+     "texts": {"<token id>": "text of that token alone"},   every id that occurs; {} without a tokenizer. Bytes that are
+                                    no whole character are surrogates, as Python's surrogateescape makes them
      "requests": [{
         "id": "0", "sample": 0, "arrived": 120,
         "before_step": 0,           the first step that was decided after it came
@@ -127,6 +128,11 @@ def of_replica(path: str, replica: int) -> str:
         if stem and stem != target.name:
             return str(target.with_name(f"{stem}.replica-{replica}{ending}"))
     return path
+
+
+def printable(text: str) -> str:
+    """Return a line that a terminal may be shown: names come from whoever sends requests, and may be commands to it."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def dump(recording: Recording) -> str:

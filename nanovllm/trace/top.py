@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.errors import EngineError
-from nanovllm.trace.live import HOST
-from nanovllm.trace.recording import FREE, HOLD, TAKE
+from nanovllm.trace.live import END, HOST
+from nanovllm.trace.perfetto import label
+from nanovllm.trace.recording import FREE, HOLD, NOBODY, TAKE, printable
 
 WINDOW = 2_000_000
 """Microseconds of steps that the rate is taken from."""
-MOST_ROWS = 20
+MOST_ROWS, WIDTH = 20, 10
+"""Requests that are shown, and characters of their names."""
 SECONDS = 60
 """After so long without a word from the engine, which says something every few seconds, it is gone."""
 CLEAR = "\x1b[H\x1b[J"
@@ -28,13 +30,16 @@ class Screen:
         self._requests: list[dict[str, Any]] = []
         self._drawn: list[int] = []
         self._running: list[int] = []
-        self._readers: dict[int, int] = {}
+        self._readers: dict[int, list[int]] = {}  # requests that have taken a block and not given it back yet
         self._recent: deque[tuple[int, int]] = deque()  # when a step was settled, and what it drew
-        self._num_steps = self._num_preempted = 0
+        self._num_steps = self._num_preempted = self._num_dropped = 0
 
     def read(self, message: dict[str, Any]) -> None:
-        """Take in a message."""
+        """Take in a message; an empty one says that nothing has happened for a while."""
+        if not message:
+            self._recent.clear()
         self._engine = message.get("engine", self._engine)
+        self._num_dropped = message.get("dropped_steps", self._num_dropped)
         for facts in message.get("requests", ()):
             if facts["index"] == len(self._requests):
                 self._requests.append({})
@@ -49,32 +54,43 @@ class Screen:
                 self._drawn[place] += 1
             self._recent.append((step["t"][5], len(drawn)))
             events = step["blocks"]
-            for code, block in zip(events[::3], events[1::3], strict=True):
-                if code in (TAKE, HOLD, FREE):
-                    self._readers[block] = self._readers.get(block, 0) + (-1 if code == FREE else 1)
+            for code, block, place in zip(events[::3], events[1::3], events[2::3], strict=True):
+                readers = self._readers.setdefault(block, [])
+                if code in (TAKE, HOLD):
+                    readers.append(place)
+                elif code == FREE:
+                    readers.remove(place)
         while self._recent and self._recent[-1][0] - self._recent[0][0] > WINDOW:
             self._recent.popleft()
 
     def text(self) -> str:
         """Return it as lines."""
-        alive = [place for place, row in enumerate(self._requests) if row["ended"] is None]
-        running = [place for place in self._running if place in set(alive)]
+        alive = {place for place, row in enumerate(self._requests) if row["ended"] is None}
+        running = [place for place in self._running if place in alive]
         waiting = len(alive) - len(running)
-        used = sum(count > 0 for count in self._readers.values())
+        # that a request gave its blocks back is told with the next step, and there may be none
+        reading = alive | {NOBODY}
+        used = sum(not reading.isdisjoint(readers) for readers in self._readers.values())
         blocks = self._engine.get("num_blocks", 0)
+        model = printable(str(self._engine.get("model")))
         lines = [
-            f"{self._engine.get('model')} on {self._engine.get('device_name')}, {self._engine.get('dtype')}",
+            f"{model} on {self._engine.get('device_name')}, {self._engine.get('dtype')}",
             f"running {len(running)}  waiting {waiting}  ended {len(self._requests) - len(alive)}  "
             f"steps {self._num_steps}  preempted {self._num_preempted}",
             f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%})",
             "",
-            f"{'request':>10} {'prompt':>7} {'drawn':>7} {'of':>7}",
+            f"{'request':>{WIDTH}} {'prompt':>7} {'drawn':>7} {'of':>7}",
         ]
         for place in running[:MOST_ROWS]:
             row = self._requests[place]
-            lines.append(f"{row['id']:>10} {len(row['prompt']):>7} {self._drawn[place]:>7} {row['max_tokens']:>7}")
+            name = printable(label(row))
+            name = name if len(name) <= WIDTH else f"{name[: WIDTH - 1]}…"
+            numbers = (len(row["prompt"]), self._drawn[place], row["max_tokens"])
+            lines.append(f"{name:>{WIDTH}} " + " ".join(f"{number:>7}" for number in numbers))
         if len(running) > MOST_ROWS:
-            lines.append(f"{f'and {len(running) - MOST_ROWS} more':>10}")
+            lines.append(f"{f'and {len(running) - MOST_ROWS} more':>{WIDTH}}")
+        if self._num_dropped:
+            lines += ["", f"the recording is full: the {self._num_dropped} steps since are not in this picture"]
         return "\n".join(lines)
 
     def _rate(self) -> float:
@@ -98,16 +114,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def messages(port: int) -> Iterator[dict[str, Any]]:
-    """Yield what the engine at a port says, until it is closed. Raises EngineError if there is none."""
+    """Yield what the engine at a port says, until it is closed: an empty message if there is no news for long.
+
+    Raises EngineError if there is none, or it is gone without a word.
+    """
     connection = http.client.HTTPConnection(HOST, port, timeout=SECONDS)
     try:
         connection.request("GET", "/events")
         response = connection.getresponse()
+        if response.status == 503:
+            raise EngineError(f"port {port} has no place for one more: {response.reason}. Close a page or a terminal.")
         if response.status != 200:
             raise EngineError(f"port {port} answers {response.status} {response.reason}; it is no engine to watch.")
         for line in response:
+            if line == f"event: {END}\n".encode():
+                return
             if line.startswith(b"data: "):
                 yield json.loads(line[6:])
+            elif line.startswith(b":"):
+                yield {}
+        raise EngineError(f"the engine at port {port} is gone without a word: its process was killed, or has failed.")
     except (OSError, http.client.HTTPException) as error:
         raise EngineError(
             f"no engine can be watched at port {port} ({error}). Start one with live={port}, or with --live {port}."

@@ -12,7 +12,8 @@ export function App({ player }: { player: Player }) {
   useEffect(() => {
     document.documentElement.dataset.theme = player.dark ? "dark" : "light";
   }, [player.dark]);
-  const { cursor, selected, playing, live } = player;
+  const { cursor, selected, playing, live } = player, { model } = player.replay.recording.engine;
+  useEffect(() => { document.title = `${model ?? "recording"} · nanovllm`; }, [model]);
   useEffect(() => { // an address that can be passed on; browsers bear only so many changes of it
     if (playing || live) return;
     const timer = setTimeout(() => history.replaceState(null, "", `#step=${cursor}${selected >= 0 ? `&request=${selected}` : ""}`), 200);
@@ -20,8 +21,15 @@ export function App({ player }: { player: Player }) {
   }, [cursor, selected, playing, live]);
   useEffect(() => {
     const listen = (event: KeyboardEvent) => press(player, event);
+    const touch = (event: PointerEvent) => { if (event.pointerType === "touch") player.say(null); }; // the last one's
     window.addEventListener("keydown", listen);
-    return () => window.removeEventListener("keydown", listen);
+    window.addEventListener("pointerdown", touch, true);
+    window.addEventListener("pointercancel", touch, true);
+    return () => {
+      window.removeEventListener("keydown", listen);
+      window.removeEventListener("pointerdown", touch, true);
+      window.removeEventListener("pointercancel", touch, true);
+    };
   }, [player]);
   return (
     <>
@@ -71,9 +79,11 @@ function Header({ player }: { player: Player }) {
   );
 }
 
+const JUMP_KEYS: Partial<Record<Jump, string>> = { preempted: "P", evicted: "E", hits: "H", finished: "F" };
+
 function Transport({ player }: { player: Player }) {
   const [kind, setKind] = useState<Jump>("evicted");
-  const speeds: Speed[] = [...SPEEDS, "real"];
+  const speeds: Speed[] = [...SPEEDS, "real"], key = JUMP_KEYS[kind];
   return (
     <nav class="transport" aria-label="Playing">
       <div class="group" role="group" aria-label="Steps">
@@ -84,7 +94,12 @@ function Transport({ player }: { player: Player }) {
         <button aria-label="Last step" title="Last step (End)" onClick={() => player.step(Infinity)}><Icon path="M10 2h2v10h-2zM2 2v10l7-5z" /></button>
       </div>
       <label class="number">step <input type="number" id="step" min={0} max={player.last} value={player.cursor} aria-label="Step"
-        onChange={(event) => { player.pause(); player.go(Number(event.currentTarget.value)); }} /> <span class="quiet">of {whole(player.last)}</span></label>
+        onChange={(event) => {
+          const field = event.currentTarget;
+          player.pause();
+          if (field.value) player.go(Number(field.value));
+          field.value = String(player.cursor); // what it says is where we are, whatever was written
+        }} /> <span class="quiet">of {whole(player.last)}</span></label>
       <label class="select"><span class="hidden">Speed</span>
         <select id="speed" value={String(player.speed)} onChange={(event) => {
           const value = event.currentTarget.value;
@@ -93,13 +108,13 @@ function Transport({ player }: { player: Player }) {
         }}>{speeds.map((speed) => <option value={String(speed)}>{speed === "real" ? "real time" : `${speed} steps/s`}</option>)}</select>
       </label>
       <div class="group jump" role="group" aria-label="Jump">
-        <button aria-label={`Previous ${JUMPS[kind]}`} title="Previous (⇧N)" onClick={() => player.jump(kind, -1)}>‹</button>
+        <button aria-label={`Previous ${JUMPS[kind]}`} title={`Previous ${JUMPS[kind]}${key ? ` (⇧${key})` : ""}`} onClick={() => player.jump(kind, -1)}>‹</button>
         <select id="jump" aria-label="Jump to" value={kind} onChange={(event) => setKind(event.currentTarget.value as Jump)}>
           {Object.entries(JUMPS).map(([value, text]) => <option value={value}>{text}</option>)}
         </select>
-        <button id="next" aria-label={`Next ${JUMPS[kind]}`} title="Next" onClick={() => player.jump(kind)}>›</button>
+        <button id="next" aria-label={`Next ${JUMPS[kind]}`} title={`Next ${JUMPS[kind]}${key ? ` (${key})` : ""}`} onClick={() => player.jump(kind)}>›</button>
       </div>
-      {player.live ? (
+      {player.live && !player.closed ? (
         <button id="follow" class={`follow${player.connected ? "" : " lost"}`} aria-pressed={player.follow} onClick={() => {
           player.follow = !player.follow;
           if (player.follow) { player.pause(); player.go(player.last, { keep: true }); }
@@ -128,7 +143,7 @@ function Search({ player }: { player: Player }) {
     const at = last.current[0] === words ? (last.current[1] + 1) % found.length : 0;
     last.current = [words, at];
     const life = found[at];
-    setSaid(found.length > 1 ? `${at + 1} of ${found.length}: request ${nameOf(life, player.replay)}` : `request ${nameOf(life, player.replay)}`);
+    setSaid(found.length > 1 ? `${at + 1} of ${found.length}: request ${nameOf(life)}` : `request ${nameOf(life)}`);
     player.selected = life.index;
     player.pause();
     if (life.facts.before_step > player.cursor || player.replay.hasEnded(life, player.cursor)) player.go(life.admitted[0] ?? life.facts.before_step);
@@ -151,8 +166,9 @@ function Notices({ player }: { player: Player }) {
   const notices: string[] = [];
   if (dropped_steps) notices.push(`${count(dropped_steps, "step is", "steps are")} missing: the recorder's limit was reached. What is shown is exact for the steps that are here.`);
   if (!steps.length && !player.live) notices.push(requests.length ? "No step was recorded: the requests were never computed." : "This recording is empty: no request came while it ran.");
-  if (player.live && !player.connected) notices.push("The connection to the engine is lost; what came before is still here. It is tried again by itself.");
-  if (player.live && player.connected && !steps.length) notices.push("Waiting for the engine's first step.");
+  if (player.closed) notices.push("The engine is closed: this is all that it did.");
+  else if (player.live && !player.connected) notices.push("The connection to the engine is lost; what came before is still here. It is tried again by itself.");
+  if (player.live && player.connected && !player.closed && !steps.length) notices.push("Waiting for the engine's first step.");
   if (player.notice) notices.push(player.notice);
   useEffect(() => {
     if (!player.notice) return;
@@ -182,17 +198,17 @@ const KEYS: [string, string][] = [
 function Help({ player }: { player: Player }) {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => { dialog.current?.showModal(); }, []);
-  const close = () => { player.help = false; player.changed(); };
+  const close = () => dialog.current?.close(); // which gives the focus back
   return (
-    <dialog ref={dialog} class="help" aria-label="How to read this" onClose={close} onClick={(event) => { if (event.target === dialog.current) close(); }}>
+    <dialog ref={dialog} class="help" aria-label="How to read this" onClose={() => { player.help = false; player.changed(); }} onClick={(event) => { if (event.target === dialog.current) close(); }}>
       <div class="panel-head"><h2>How to read this</h2><span class="push" /><button class="plain" aria-label="Close" onClick={close}>✕</button></div>
       <div class="two">
         <div>
           <p>An inference engine answers many <b>requests</b> at once. It works in <b>steps</b>: it <i>decides</i> which tokens to compute next, <i>submits</i> them to the device, <i>waits</i>, and <i>settles</i> what was drawn. This page replays every decision of a run as it was recorded. (On a CPU a step is computed while it is submitted.)</p>
           <p><b>Prefill</b> reads a prompt, many tokens in one step; a long prompt comes in chunks, so that others need not wait for it. <b>Decode</b> draws one token in each step, for all running requests together.</p>
-          <p>What the model remembers of a request lies in <b>blocks</b> of a few tokens. A block is <i>held</i> while a request reads it, in that request's colour, and fills from the bottom. Two requests with the same beginning <i>share</i> its blocks: the cell is split between them. When the last reader lets go, a full block stays <i>cached</i> (grey, with a folded corner), so that a later prompt may find it. When no blank block is left, the cached one that has not been used for longest is <i>evicted</i>: the palest, with a dashed edge.</p>
+          <p>What the model remembers of a request lies in <b>blocks</b> of a few tokens. A block is <i>held</i> while a request reads it, in that request's colour, and fills from the bottom. Two requests with the same beginning <i>share</i> its blocks: the cell is split between them. When the last reader lets go, a full block stays <i>cached</i> (grey, with a folded corner), so that a later prompt may find it. When no blank block is left, the cached one that has not been used for longest is <i>evicted</i>: the faintest, with a dashed edge.</p>
           <p>If the running requests need more blocks than there are, the last of them is <b>preempted</b> (hatched in its lane): it gives its blocks back, waits, and is computed again.</p>
-          <p>Where to look: drag along the timeline, the strip above it moves the part that is seen; with ctrl the wheel zooms; hover over anything; click a lane, a block or a number to follow one request. Numbers in blocks are requests, ×2 means two readers.</p>
+          <p>Where to look: drag along the timeline, the strip above it moves the part that is seen; with ctrl the wheel zooms; hover over anything, or touch it; click a lane, a block or a number to follow one request. Numbers in blocks are requests, ×2 means two readers.</p>
         </div>
         <table><caption>Keys</caption><tbody>{KEYS.map(([key, text]) => <tr><th scope="row"><kbd>{key}</kbd></th><td>{text}</td></tr>)}</tbody></table>
       </div>
@@ -204,8 +220,8 @@ function press(player: Player, event: KeyboardEvent): void {
   const target = event.target as HTMLElement;
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") {
-    if (player.help) player.help = false;
-    else if (target instanceof HTMLInputElement) target.blur();
+    if (player.help) return document.querySelector("dialog")?.close();
+    if (target instanceof HTMLInputElement) target.blur();
     else player.selected = -1;
     player.hint = null;
     return player.changed();
@@ -213,7 +229,6 @@ function press(player: Player, event: KeyboardEvent): void {
   if (player.help || target instanceof HTMLInputElement || target instanceof HTMLSelectElement) return;
   if (event.key === " " && target instanceof HTMLButtonElement) return;
   const by = event.shiftKey ? -1 : 1;
-  const jumps: Record<string, Jump> = { p: "preempted", e: "evicted", h: "hits", f: "finished" };
   const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
   const acts: Record<string, () => void> = {
     " ": () => player.toggle(), ArrowLeft: () => player.step(event.shiftKey ? -10 : -1), ArrowRight: () => player.step(event.shiftKey ? 10 : 1),
@@ -223,7 +238,8 @@ function press(player: Player, event: KeyboardEvent): void {
     "+": () => player.zoom(0.625), "=": () => player.zoom(0.625), "-": () => player.zoom(1.6), "0": () => { player.view.fit(player.axis); player.changed(); },
     "[": () => neighbour(player, -1), "]": () => neighbour(player, 1),
   };
-  if (key in jumps) player.jump(jumps[key], by);
+  const jump = (Object.keys(JUMP_KEYS) as Jump[]).find((kind) => JUMP_KEYS[kind] === key.toUpperCase());
+  if (jump) player.jump(jump, by);
   else if (key in acts) acts[key]();
   else return;
   event.preventDefault();

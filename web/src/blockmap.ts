@@ -4,7 +4,7 @@ import { FONT, prepare } from "./canvas";
 import { colourOf, greyOf, inkOn, type Theme } from "./colours";
 import { EVICT, FREE, HOLD, TAKE, type Step } from "./format";
 import type { Replay, State } from "./replay";
-import { count, nameOf, visible, whole } from "./words";
+import { count, nameOf, spell, visible, whole } from "./words";
 
 export interface Grid { cell: number; gap: number; across: number; rows: number; left: number; height: number; }
 
@@ -129,7 +129,7 @@ export function drawMap(
             pen.globalAlpha = 1;
             pen.fillStyle = theme.soft;
           }
-          const label = held > 1 ? `×${held}` : who.length ? nameOf(replay.lives[who[0]], replay) : "pin";
+          const label = held > 1 ? `×${held}` : who.length ? nameOf(replay.lives[who[0]]) : "pin";
           if (label.length <= cell / 6.5) {
             if (held > 1 && !dimmed) {
               pen.lineWidth = 3;
@@ -232,7 +232,7 @@ export function describeBlock(replay: Replay, state: State, block: number, step:
   const held = state.readers[block], size = replay.recording.engine.block_size;
   const lines: string[] = [];
   const who = readersOf(state).get(block) ?? [];
-  const name = (request: number) => nameOf(replay.lives[request], replay);
+  const name = (request: number) => nameOf(replay.lives[request]);
   if (held) {
     const whom = who.slice(0, 6).map(name).join(", ") + (who.length > 6 ? ", …" : "");
     lines.push(`Block ${whole(block)}: held by ${count(held, "reader")}`);
@@ -262,5 +262,5 @@ function textOf(replay: Replay, state: State, block: number, step: number, size:
   const tokens = [...life.facts.prompt.slice(place * size, (place + 1) * size)];
   for (const [at, token] of replay.drawn(life, step)) if (at >= place * size && at < (place + 1) * size) tokens.push(token);
   const until = state.findable[block] ? size : Math.max(0, replay.computed(life, step) - place * size);
-  return tokens.slice(0, until).map((token) => visible(replay.recording.texts[token] ?? `[${token}]`)).join("");
+  return visible(spell(tokens.slice(0, until), replay.recording.texts).join(""));
 }

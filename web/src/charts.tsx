@@ -5,7 +5,7 @@ import { blockAt, describeBlock, drawMap, layOut, readersOf } from "./blockmap";
 import { useSize, useWheel } from "./hooks";
 import type { Player } from "./player";
 import { CHART_HEIGHT, describeStep, drawChart, drawLanes, gutter, LANE, ROWS } from "./timeline";
-import { nameOf, whole } from "./words";
+import { count, finish, nameOf, whole } from "./words";
 
 export function Timeline({ player }: { player: Player }) {
   const [box, width] = useSize<HTMLDivElement>();
@@ -130,11 +130,12 @@ const SIGNS: Record<string, string> = { arrives: "▼", ends: "●", eviction: "
 
 function laneHint(player: Player, request: number): string[] {
   const life = player.replay.lives[request];
-  const { before_step, end_step, finish, prompt } = life.facts;
-  const lines = [`Request ${nameOf(life, player.replay)}: ${whole(prompt.length)} prompt tokens, ${whole(player.replay.drawn(life, player.last).length)} drawn`];
+  const { before_step, end_step } = life.facts;
+  const lines = [`Request ${nameOf(life)}: ${count(life.prompt, "prompt token")}, ${whole(life.drawn)} drawn`];
   lines.push(`came before step ${whole(before_step)}${life.admitted.length ? `, admitted in step ${whole(life.admitted[0])}` : ", never admitted"}`);
   if (life.preempted.length) lines.push(`preempted ${life.preempted.length === 1 ? "once" : `${life.preempted.length} times`}`);
-  lines.push(finish ? `ended after step ${whole(end_step ?? 0)}: ${finish}` : "still going at the end of the recording");
+  const when = end_step === null ? "before the first step" : `after step ${whole(end_step)}`;
+  lines.push(life.facts.finish ? `ended ${when}: ${finish(life)}` : "still going at the end of the recording");
   return lines;
 }
 
@@ -185,7 +186,7 @@ export function BlockMap({ player }: { player: Player }) {
       </div>
       <div ref={box} class="cells" tabIndex={0} aria-label="One cell for each block; the numbers above say how many are held, cached and blank"
         onScroll={(event) => setScroll(event.currentTarget.scrollTop)} onPointerMove={hint} onPointerDown={hint}
-        onPointerLeave={() => { setHovered(-1); player.say(null); }}
+        onPointerLeave={(event) => { if (event.pointerType === "touch") return; setHovered(-1); player.say(null); }}
         onClick={(event) => {
           const readers = readersOf(state).get(at(event)) ?? [];
           if (readers.length) player.select(readers[(readers.indexOf(player.selected) + 1) % readers.length]);
@@ -196,7 +197,7 @@ export function BlockMap({ player }: { player: Player }) {
         <li><i class="cellkey one" />held</li>
         <li><i class="cellkey part" />partly filled</li>
         <li><i class="cellkey two" />shared</li>
-        <li><i class="cellkey old" />cached, darker: used more recently</li>
+        <li><i class="cellkey old" />cached, stronger: used more recently</li>
         <li><i class="cellkey blank" />blank</li>
         <li><i class="cellkey taken" />taken now</li>
         <li><i class="cellkey evicted" />evicted now</li>

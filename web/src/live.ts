@@ -19,11 +19,13 @@
  *     dropped_steps  the number of steps that the server could not send, whenever it changes
  *     behind         true: more is on its way already, as when a viewer comes late and is sent what has been
  *
+ * An event of the name "end" is the last one: the engine is closed. It has the ``tail`` of the recording.
+ *
  * Facts are read before steps, whatever their order in the message. Whoever joins late gets, as the first events of the
  * first step's ``blocks``, those that bring all blocks to where they are. After MOST_STEPS steps the page takes no more.
  */
 
-import { check, empty, Unreadable, VERSION, type Engine, type RequestFacts, type Step } from "./format";
+import { check, empty, showTail, Unreadable, VERSION, type Engine, type RequestFacts, type Step } from "./format";
 import type { Player } from "./player";
 import { Replay } from "./replay";
 import { Axis } from "./timeline";
@@ -32,7 +34,7 @@ export const MOST_STEPS = 50_000;
 
 export interface Message {
   engine?: Engine; version?: number; texts?: Record<string, string>; requests?: (Partial<RequestFacts> & { index: number })[];
-  steps?: Step[]; dropped_steps?: number;
+  steps?: Step[]; dropped_steps?: number; tail?: number[];
 }
 
 /** Read messages for as long as the page is open. ``fail`` hears of what cannot be shown. */
@@ -44,6 +46,18 @@ export function listen(address: string, player: Player, fail: (error: Error) => 
   };
   source.onopen = () => { player.connected = true; player.changed(); };
   source.onerror = () => { player.connected = false; player.changed(); };
+  source.addEventListener("end", (event) => { // else it would ask for ever for an engine that is gone
+    source.close();
+    const { replay } = player, before = replay.length;
+    replay.recording.tail = (JSON.parse((event as MessageEvent<string>).data) as Message).tail;
+    showTail(replay.recording);
+    replay.extend(before);
+    if (player.follow) player.go(player.last, { keep: true });
+    player.view.fit(player.axis);
+    player.closed = true;
+    player.follow = false;
+    player.changed();
+  });
   source.onmessage = (event) => {
     try {
       receive(player, JSON.parse(event.data) as Message);
@@ -77,6 +91,7 @@ export function receive(player: Player, message: Message): void {
       throw new Unreadable(`Request ${index} came when only ${recording.requests.length} are known. Reload the page.`);
     const merged = { ...known, ...facts } as RequestFacts;
     recording.requests[index] = merged;
+    if (!known && !index) player.selected = 0; // so that a text is seen at once
     replay.learn(merged, index);
   }
   const before = replay.length, whole = player.view.to >= player.axis.end;

@@ -27,7 +27,6 @@ function begin(): void {
     if (key === "request") player.selected = player.replay.lives[Number(value)] ? Number(value) : -1;
   }
   window.nanovllm = { player, state: (step = player.cursor) => stateOf(player, step) };
-  document.title = `${recording.engine.model ?? "recording"} · nanovllm`;
   if (address) {
     player.live = player.follow = true;
     player.connected = true;

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { colourOf, inkOn } from "./colours";
 import type { Player } from "./player";
 import { SPAN, type Life } from "./replay";
-import { finish, nameOf, percent, quote, tell, time, visible, whole, whyWaiting, type Kind } from "./words";
+import { count, finish, nameOf, percent, quote, spell, tell, time, visible, whole, whyWaiting, type Kind } from "./words";
 
 const SIGNS: Record<Kind, string> = {
   arrive: "▼", preempt: "✕", admit: "→", prefill: "▮", decode: "›", evict: "◆", blocks: "▦", wait: "…", end: "●", fail: "!",
@@ -15,8 +15,8 @@ export function Chip({ player, request, children }: { player: Player; request: n
   const { theme } = player;
   return (
     <button class="chip" aria-pressed={player.selected === request} onClick={() => player.select(request)}
-      style={{ background: colourOf(request, theme), color: inkOn(request, theme) }} aria-label={`Request ${nameOf(life, player.replay)}`}>
-      {children ?? nameOf(life, player.replay)}
+      style={{ background: colourOf(request, theme), color: inkOn(request, theme) }} aria-label={`Request ${nameOf(life)}`}>
+      {children ?? nameOf(life)}
     </button>
   );
 }
@@ -73,6 +73,7 @@ function Queue({ player }: { player: Player }) {
   const { replay, cursor } = player;
   const step = replay.recording.steps[cursor];
   const [waiting, running] = [replay.waiting(cursor), replay.running(cursor)];
+  const held = replay.lives.filter((life) => life.facts.before_step <= cursor && life.queued > cursor && life.gone > cursor).length;
   const head = waiting[0];
   const most = 32;
   return (
@@ -80,8 +81,8 @@ function Queue({ player }: { player: Player }) {
       <h3>Running <b>{whole(running.length)}</b>{replay.recording.engine.max_num_seqs ? <span class="quiet"> of at most {whole(replay.recording.engine.max_num_seqs)}</span> : null}</h3>
       <p class="chips" aria-label="Running">
         {running.slice(0, most).map((life) => {
-          const ends = life.facts.end_step === cursor;
-          return <span key={life.index} class={ends ? "ending" : ""} title={ends ? "ends with this step" : undefined}><Chip player={player} request={life.index} /></span>;
+          const ending = endingOf(life, cursor);
+          return <span key={life.index} class={ending ? "ending" : ""} title={ending || undefined}><Chip player={player} request={life.index} /></span>;
         })}
         {running.length > most ? <span class="quiet">and {running.length - most} more</span> : null}
         {!running.length ? <span class="quiet">nobody</span> : null}
@@ -90,13 +91,14 @@ function Queue({ player }: { player: Player }) {
       <p class="chips" aria-label="Waiting">
         {waiting.slice(0, most).map((life, i) => (
           <span key={life.index} class={i === 0 ? "head" : ""}>
-            <Chip player={player} request={life.index}>{`${nameOf(life, replay)}${life.preempted.some((at) => at <= cursor) ? " ✕" : ""}`}</Chip>
+            <Chip player={player} request={life.index}>{`${nameOf(life)}${life.preempted.some((at) => at <= cursor) ? " ✕" : ""}`}</Chip>
           </span>
         ))}
         {waiting.length > most ? <span class="quiet">and {waiting.length - most} more</span> : null}
         {!waiting.length ? <span class="quiet">nobody</span> : null}
+        {held ? <span class="quiet">besides {count(held, "sample")} held until the prompt of the first can be found</span> : null}
       </p>
-      {head && step?.wait ? <p class="why">Why request {nameOf(head, replay)} is not admitted: {whyWaiting(step.wait, replay, cursor)}.</p> : null}
+      {head && step?.wait ? <p class="why">Why request {nameOf(head)} is not admitted: {whyWaiting(step.wait, replay, cursor)}.</p> : null}
     </div>
   );
 }
@@ -116,10 +118,10 @@ export function RequestPanel({ player }: { player: Player }) {
     );
   const table = replay.at(cursor).tables.get(selected) ?? [];
   return (
-    <section class="panel request" aria-label={`Request ${nameOf(life, replay)}`}>
+    <section class="panel request" aria-label={`Request ${nameOf(life)}`}>
       <div class="panel-head">
         <i class="dot" style={{ background: colourOf(selected, player.theme) }} />
-        <h2>Request {nameOf(life, replay)}</h2>
+        <h2>Request {nameOf(life)}</h2>
         <span class="quiet">{doing(player, life)}</span>
         <span class="push" />
         <button class="plain" aria-label="Close" title="Close (Escape)" onClick={() => player.select(selected)}>✕</button>
@@ -138,9 +140,15 @@ function doing(player: Player, life: Life): string {
   const { replay, cursor } = player;
   if (life.facts.before_step > cursor) return "has not come yet";
   if (replay.hasEnded(life, cursor)) return `ended: ${life.facts.finish}`;
-  if (replay.isRunning(life, cursor)) return life.facts.end_step === cursor ? "ends with this step" : "runs";
+  if (replay.isRunning(life, cursor)) return endingOf(life, cursor) || "runs";
   if (life.queued > cursor) return "held until its prompt can be found";
   return life.preempted.some((at) => at <= cursor) ? "preempted, waits" : "waits";
+}
+
+/** What to say of one that runs for the last time, or holds its blocks for no more than a step still. */
+function endingOf(life: Life, step: number): string {
+  const { end_step } = life.facts;
+  return end_step === null || end_step > step ? "" : end_step === step ? "ends with this step" : "has ended, and gives its blocks back next";
 }
 
 /** Prompts longer than this are shown from both ends. */
@@ -158,12 +166,13 @@ function Text({ player, life }: { player: Player; life: Life }) {
   const [from, to] = span && span[1] < life.prompt ? [span[1], Math.min(span[2], life.prompt)] : [0, 0];
   const cached = admitted ? Math.min(life.facts.cached, life.prompt) : 0;
   const cuts = [...new Set([0, cached, from, to, Math.min(computed, life.prompt), life.prompt])].sort((a, b) => a - b);
-  const words = (start: number, stop: number) => life.facts.prompt.slice(start, stop).map((token) => texts[token] ?? `[${token}] `).join("");
+  const prompt = useMemo(() => spell(life.facts.prompt, texts), [life, texts]);
+  const words = (start: number, stop: number) => prompt.slice(start, stop).join("");
   const show = (start: number, stop: number) => {
     if (whole_ || stop - start <= LONGEST) return words(start, stop);
     return <>{words(start, start + LONGEST / 3)} <button class="more" onClick={() => setWhole(true)}>{whole(stop - start - (2 * LONGEST) / 3)} more tokens</button> {words(stop - LONGEST / 3, stop)}</>;
   };
-  const drawn = replay.drawn(life, cursor);
+  const drawn = replay.drawn(life, cursor), pieces = spell(drawn.map(([, token]) => token), texts);
   useEffect(() => { // the newest token stays in sight, and the page where it is
     const token = newest.current, box = token?.closest(".scroll");
     if (!token || !box || drawn.at(-1)?.[2] !== cursor) return;
@@ -173,17 +182,19 @@ function Text({ player, life }: { player: Player; life: Life }) {
   }, [cursor]);
   return (
     <>
-      <p class="text" aria-label="Text">
-        {cuts.slice(1).map((stop, i) => {
+      <p class="text" aria-label="Text" dir="auto">
+        <bdi>{cuts.slice(1).map((stop, i) => {
           const start = cuts[i];
           const kind = start >= from && stop <= to && to > from ? "now" : stop <= cached ? "cached" : stop <= computed ? "done" : "todo";
           return <span key={`${start}`} class={`prompt ${kind}`}>{show(start, stop)}</span>;
-        })}
-        {drawn.map(([place, token, step]) => (
+        })}</bdi>
+        <bdi>{drawn.map(([place, token, step], i) => {
+          const say = (event: PointerEvent) => player.say({ x: event.clientX, y: event.clientY, lines: alternatives(player, life, token, step) });
+          return (
           <span key={place} ref={place === drawn.at(-1)![0] ? newest : undefined} class={`token${step === cursor ? " new" : ""}`} data-step={step} data-place={place} data-token={token}
-            onPointerEnter={(event) => player.say({ x: event.clientX, y: event.clientY, lines: alternatives(player, life, token, step) })}
-            onPointerLeave={() => player.say(null)} onClick={() => player.go(step)}>{texts[token] ?? `[${token}] `}</span>
-        ))}
+            onPointerEnter={say} onPointerDown={say} onPointerLeave={(event) => { if (event.pointerType !== "touch") player.say(null); }} onClick={() => player.go(step)}>{pieces[i]}</span>
+          );
+        })}</bdi>
       </p>
       <p class="text-key" aria-hidden="true"><span class="prompt cached">from the cache</span> <span class="prompt done">computed</span> <span class="prompt now">in this step</span> <span class="prompt todo">to come</span> <span class="token new">drawn now</span></p>
     </>
@@ -202,20 +213,20 @@ function Facts({ player, life }: { player: Player; life: Life }) {
   const { replay } = player;
   const { facts, spans } = life;
   const { steps } = replay.recording;
-  const drawn = replay.drawn(life, player.last);
+  const drawn = replay.drawn(life, player.last), preempted = life.preempted.length;
   const rows: [string, string][] = [];
   const first = spans.length ? steps[spans[0]].t[1] : null;
   rows.push(["came", `at ${time(facts.arrived)}, before step ${whole(facts.before_step)}`]);
-  if (first !== null) rows.push(["waited", time(Math.max(0, first - facts.arrived))]);
-  rows.push(["prompt", `${whole(life.prompt)} tokens, ${whole(facts.cached)} of them found in the cache`]);
+  if (first !== null) rows.push(["waited", `${time(Math.max(0, first - facts.arrived))}${preempted ? ", until it was first admitted" : ""}`]);
+  rows.push(["prompt", `${count(life.prompt, "token")}, ${whole(facts.cached)} found in the cache`]);
   if (drawn.length) {
     const [start, stop] = [steps[drawn[0][2]].t[4], steps[drawn.at(-1)![2]].t[4]];
     rows.push(["first token", `after ${time(start - facts.arrived)}`]);
     if (drawn.length > 1 && stop > start) rows.push(["then", `${((drawn.length - 1) / ((stop - start) / 1e6)).toFixed(1)} tokens a second`]);
   }
-  rows.push(["drawn", `${whole(drawn.length)} of at most ${whole(facts.max_tokens)} tokens`]);
-  if (life.preempted.length) rows.push(["preempted", life.preempted.length === 1 ? "once" : `${life.preempted.length} times`]);
-  rows.push(["end", facts.ended === null ? "it still runs when the recording ends" : `at ${time(facts.ended)}: ${finish(life)}`]);
+  rows.push(["drawn", `${whole(drawn.length)} of at most ${count(facts.max_tokens, "token")}`]);
+  if (preempted) rows.push(["preempted", preempted === 1 ? "once" : `${preempted} times`]);
+  rows.push(["end", facts.ended === null ? "it had not ended when the recording did" : `at ${time(facts.ended)}: ${finish(life)}`]);
   if (facts.priority) rows.push(["priority", String(facts.priority)]);
   const params = Object.entries(facts.params ?? {});
   if (params.length) rows.push(["parameters", params.map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")]);

@@ -1,9 +1,9 @@
 /** What the reader looks at: the step, the request, the part of the timeline; and playing on. */
 
 import { theme, type Theme } from "./colours";
-import { PREFILL, SPAN, type Life, type Replay } from "./replay";
+import { PREFILL, type Life, type Replay } from "./replay";
 import { Axis, View, type Mode } from "./timeline";
-import { nameOf } from "./words";
+import { nameOf, spell } from "./words";
 
 export const SPEEDS = [1, 2, 5, 10, 30, 100] as const;
 export type Speed = (typeof SPEEDS)[number] | "real";
@@ -25,6 +25,8 @@ export class Player {
   follow = false;
   live = false;
   connected = true;
+  /** Whether the engine that is watched has been closed. */
+  closed = false;
   notice = "";
   private watchers = new Set<() => void>();
   private since = 0; // when the last step was shown
@@ -142,10 +144,10 @@ export class Player {
     const wanted = words.trim().toLowerCase();
     if (!wanted) return [];
     const { texts } = this.replay.recording;
-    const named = this.replay.lives.filter((life) => nameOf(life, this.replay).toLowerCase() === wanted || life.facts.id.toLowerCase() === wanted);
+    const named = this.replay.lives.filter((life) => nameOf(life).toLowerCase() === wanted || life.facts.id.toLowerCase() === wanted);
     if (named.length) return named;
     return this.replay.lives.filter((life) =>
-      `${life.facts.prompt.map((token) => texts[token] ?? "").join("")}\n${life.facts.text}`.toLowerCase().includes(wanted));
+      `${spell(life.facts.prompt, texts).join("")}\n${life.facts.text}`.toLowerCase().includes(wanted));
   }
 
   say(hint: Hint | null): void {
@@ -159,7 +161,7 @@ export class Player {
     const { lives, recording, counts } = this.replay;
     let tokens = 0, prompts = 0, found = 0, preemptions = 0, evictions = 0;
     for (const life of lives) {
-      for (let i = 0; i < life.spans.length; i += SPAN) if (life.spans[i + 3] >= 0) tokens++;
+      tokens += life.drawn;
       if (life.spans.length && life.spans[4] === PREFILL) {
         prompts += life.prompt;
         found += Math.min(life.facts.cached, life.prompt);

@@ -143,6 +143,13 @@ export class Life {
 
   get prompt(): number { return this.facts.prompt.length; }
 
+  /** How many tokens it has drawn, in all steps. */
+  get drawn(): number {
+    let count = 0;
+    for (let i = 3; i < this.spans.length; i += SPAN) count += Number(this.spans[i] >= 0);
+    return count;
+  }
+
   /** The first step after whose decision it stands in the queue, or has been there. */
   get queued(): number {
     const { queued_step, before_step } = this.facts;
@@ -171,8 +178,6 @@ export class Replay {
   /** Index of a step to the requests that arrived before it, and that ended after it. */
   arrivals = new Map<number, number[]>();
   endings = new Map<number, number[]>();
-  /** Names that several samples share. */
-  sampled = new Set<string>();
   private keyframes: State[] = [];
   private every: number;
   private end: State; // after all steps that are known
@@ -203,7 +208,6 @@ export class Replay {
       life.facts = facts;
     }
     if (!before) add(this.arrivals, facts.before_step, index);
-    if (facts.sample > 0) this.sampled.add(facts.id);
     if (facts.end_step !== null && facts.end_step !== undefined && before?.end_step == null)
       add(this.endings, facts.end_step, index);
   }

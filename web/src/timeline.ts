@@ -308,7 +308,7 @@ export function drawLanes(
     }
     pen.textAlign = "right";
     pen.fillStyle = index === selected ? theme.ink : theme.soft;
-    const name = nameOf(life, replay);
+    const name = nameOf(life);
     pen.fillText(name.length > 8 ? `${name.slice(0, 7)}…` : name, left - 20, middle);
     pen.fillStyle = colour;
     pen.fillRect(left - 15, middle - 4, 8, 8);
@@ -317,7 +317,7 @@ export function drawLanes(
     pen.beginPath();
     pen.rect(left, y, inner, LANE);
     pen.clip();
-    const ended = life.facts.end_step ?? last;
+    const ended = life.facts.end_step ?? (life.facts.finish ? -1 : last); // -1: before any step
     const admitted = life.admitted[0] ?? ended;
     const span = (a: number, b: number) => [x(axis.start(a)), x(axis.start(b))] as const;
     const [waits, runs] = span(Math.min(life.facts.before_step, last), Math.max(admitted, Math.min(life.facts.before_step, last)));
@@ -372,7 +372,7 @@ export function drawLanes(
       for (let i = begin * SPAN; i < spans.length && x(axis.start(spans[i])) < left + inner; i += SPAN)
         pen.fillRect(x(axis.stop(spans[i])) - 1, middle - 6, 1, 12);
     }
-    if (life.facts.finish && ended <= last) disc(pen, x(axis.stop(ended)) - 0.5, middle, 3.2, life.facts.finish === "error" || life.facts.finish === "abort" ? theme.alarm : theme.ink);
+    if (life.facts.finish && ended <= last) disc(pen, x(ended < 0 ? axis.start(0) : axis.stop(ended)) - 0.5, middle, 3.2, life.facts.finish === "error" || life.facts.finish === "abort" ? theme.alarm : theme.ink);
     pen.restore();
   }
   pen.save();

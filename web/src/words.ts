@@ -32,8 +32,9 @@ export function list(items: (string | number)[], most = 8): string {
   return shown.length > 1 ? `${shown.slice(0, -1).join(", ")} and ${shown.at(-1)}` : (shown[0] ?? "");
 }
 
-export function nameOf(life: Life, replay: Replay): string {
-  return replay.sampled.has(life.facts.id) ? `${life.facts.id}.${life.facts.sample}` : life.facts.id;
+/** What a request is called, here and by ``nanovllm explain``. */
+export function nameOf(life: Life): string {
+  return life.facts.sample ? `${life.facts.id}/${life.facts.sample}` : life.facts.id;
 }
 
 /** Why the head of the queue is not admitted. */
@@ -56,7 +57,7 @@ export function whyWaiting(wait: Wait, replay: Replay, step: number): string {
 }
 
 const SHORTLY: Record<string, string> = {
-  budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "others had to make room",
+  budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "somebody had to make room",
 };
 
 export const FINISHES: Record<string, string> = {
@@ -64,9 +65,10 @@ export const FINISHES: Record<string, string> = {
 };
 
 export function finish(life: Life): string {
-  const { finish, stop } = life.facts;
+  const { finish, stop, max_tokens } = life.facts;
+  if (finish === "length" && life.drawn < max_tokens) return "it grew until the cache could hold no more of it";
   if (finish === "stop" && typeof stop === "string") return `it wrote its stop string ${JSON.stringify(stop)}`;
-  return finish ? (FINISHES[finish] ?? finish) : "it still runs";
+  return finish ? (FINISHES[finish] ?? finish) : "it goes on";
 }
 
 export type Kind = "arrive" | "preempt" | "admit" | "prefill" | "decode" | "evict" | "blocks" | "wait" | "end" | "fail";
@@ -79,7 +81,7 @@ export function tell(replay: Replay, step: number): Line[] {
   const { recording, lives } = replay;
   const facts = recording.steps[step];
   if (!facts) return [];
-  const name = (request: number) => (lives[request] ? nameOf(lives[request], replay) : String(request));
+  const name = (request: number) => (lives[request] ? nameOf(lives[request]) : String(request));
   const lines: Line[] = [];
   const say = (kind: Kind, text: string, requests: number[] = []) => lines.push({ kind, text, requests });
   const verb = (requests: unknown[], one: string, many: string) => `${requests.length === 1 ? "Request" : "Requests"} ${list(requests as string[])} ${requests.length === 1 ? one : many}`;
@@ -188,5 +190,59 @@ export function quote(text: string | undefined, token: number): string {
 }
 
 export function visible(text: string): string {
-  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+  const told = characters(text).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return told.replace(SIGNALS, (each) => (each < " " ? String.fromCharCode(0x2400 + each.charCodeAt(0)) : `<${each.charCodeAt(0).toString(16).toUpperCase()}>`)) || "∅";
+}
+
+/** What is not seen, but may turn the sentence around it. */
+const SIGNALS = /[\0-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** Bytes that are no whole character: the recording has surrogates for them, of their number. */
+const BYTES = /[\udc80-\udcff]+/gu;
+
+/** A text in which bytes that are characters together are these, and others are shown as numbers. */
+function characters(text: string): string {
+  return text.replace(BYTES, (found) => {
+    const bytes = Uint8Array.from(found, (each) => each.charCodeAt(0) & 255);
+    let made = "";
+    for (let at = 0; at < bytes.length; ) {
+      const size = sizeOf(bytes[at]), part = bytes.subarray(at, at + size);
+      const character = size > 1 && part.length === size ? decode(part) : null;
+      made += character ?? `<${bytes[at].toString(16).toUpperCase()}>`;
+      at += character === null ? 1 : size;
+    }
+    return made;
+  });
+}
+
+const decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
+
+function decode(bytes: Uint8Array<ArrayBuffer>): string | null {
+  try {
+    return decoder.decode(bytes);
+  } catch {
+    return null;
+  }
+}
+
+/** How many bytes the character has that begins with this one; 1: none begins so. */
+function sizeOf(byte: number): number { return byte >= 0xf0 && byte < 0xf8 ? 4 : byte >= 0xe0 && byte < 0xf0 ? 3 : byte >= 0xc0 && byte < 0xe0 ? 2 : 1; }
+
+/** What each token adds to a text. A character that several make is the last one's. */
+export function spell(tokens: number[], texts: Record<string, string>): string[] {
+  let before = "";
+  const found = tokens.map((token) => {
+    const text = before + (texts[token] ?? `[${token}] `);
+    const end = /[\udc80-\udcff]{1,3}$/u.exec(text)?.[0] ?? "";
+    // the last of them that can begin a character, if it is not complete
+    let cut = text.length;
+    for (let at = end.length; at > 0; at--) {
+      const size = sizeOf(text.charCodeAt(text.length - at) & 255);
+      if (size > at) { cut = text.length - at; break; }
+    }
+    before = text.slice(cut);
+    return characters(text.slice(0, cut));
+  });
+  if (before) found[found.length - 1] += characters(before);
+  return found;
 }

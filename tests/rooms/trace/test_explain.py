@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.cli import main
 from nanovllm.trace import explain, recording
 from nanovllm.trace.perfetto import label
 from nanovllm.trace.recording import TraceError
 
-DOCS = (Path(__file__).parents[3] / "docs" / "trace.md").read_text(encoding="utf-8")
+DOCS_FOLDER = Path(__file__).parents[3] / "docs"
+DOCS = (DOCS_FOLDER / "trace.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
@@ -51,7 +53,7 @@ def test_a_story_has_everything_that_happened(told):
     assert explain.explain(told, "b").split("\n  ") == [
         "request b: 12 prompt tokens, 1 drawn, 0.6 ms",
         "came before step 1, was admitted in step 2 (and after being preempted, 0.2 ms in all); first in the queue "
-        "for 1 step because not enough blocks of the cache were free, for 1 step because another one had just been "
+        "for 1 step because not enough blocks of the cache were free, for 1 step because somebody had just been "
         "preempted for want of blocks",
         "found in the cache: 8 of its prompt's tokens: 2 blocks of request a",
         "computed in 2 chunks: [8, 10) in step 2, [10, 12) in step 3",
@@ -78,6 +80,58 @@ def test_the_parts_of_a_life_are_the_whole(workload):
                 span[0] == story.place for step in found["steps"] for span in step["spans"]
             )
             assert explain.explain(found, label(row)).startswith(f"request {label(row)}: ")
+
+
+def test_blocks_that_several_hold_are_counted_once():
+    found = recording.load(DOCS_FOLDER / "recordings" / "prefix-hit.recording.json")
+    assert "16 of its prompt's tokens: 4 blocks of requests 0 and 1\n" in explain.explain(found, "2")
+    assert explain._holders("abcdefgh", tuple(range(8))) == "requests a, b, c, d, e, f and 2 more"
+    assert explain._holders("abc", (1,)) == "request b"
+
+
+def test_samples_say_that_they_were_held_and_whose_blocks_they_found(open_llm, tmp_path):
+    target = tmp_path / "run.html"
+    with open_llm(trace=str(target), max_num_batched_tokens=16) as llm:
+        params = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
+        llm.generate([list(range(44))], params, use_tqdm=False)
+    found = recording.load(target)
+    first, second, third = (explain.explain(found, name) for name in ("0", "0/1", "0/2"))
+    assert "held for" not in first and "5 blocks of request 0\n" in second
+    assert "; held for 3 steps, until the prompt of the first sample could be found" in second
+    assert "5 blocks of requests 0 and 0/1\n" in third, "who came before it, and nobody who came after"
+
+
+def test_who_outgrew_the_cache_did_not_have_all_its_tokens(told):
+    told["requests"][0] |= {"finish": "length", "stop": None, "max_tokens": 6}
+    assert explain.explain(told, "a").endswith("(length): it grew until the cache could hold no more of it")
+    told["requests"][0]["max_tokens"] = 5
+    assert explain.explain(told, "a").endswith("(length): it had all the tokens that it may have")
+
+
+def test_who_is_aborted_before_any_step_has_a_story(open_llm, tmp_path):
+    target = tmp_path / "run.html"
+    with open_llm(trace=str(target)) as llm:
+        llm.llm_engine.add_request("gone", [1, 2, 3], SamplingParams(max_tokens=4))
+        llm.llm_engine.abort("gone")
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    story = explain.explain(recording.load(target), "gone").split("\n  ")
+    assert story[1].startswith("never admitted: came before step 0, waited ")
+    assert story[-1] == "ended before the first step (abort): its caller aborted it"
+
+
+def test_what_is_computed_again_is_not_called_a_prompt(told):
+    told["steps"].append(dict(t=[610, 620, 630, 640, 700, 710], spans=[[1, 0, 13, 6]], preempted=[], wait=None,
+                              blocks=[]))  # fmt: skip
+    assert "its prompt, and what was computed again 0.4 ms" in explain.explain(told, "b")
+
+
+def test_a_name_cannot_give_commands_to_the_terminal(told, tmp_path, capsys):
+    told["requests"][0]["id"] = "a\x1b[2J\nb"
+    (tmp_path / "run.recording.json").write_text(recording.dump(told))
+    assert main(["explain", str(tmp_path / "run.recording.json"), "b"]) == 0
+    assert main(["explain", str(tmp_path / "run.recording.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\\x1b[2J" in printed
 
 
 def test_the_slowest_is_marked(told):
@@ -119,6 +173,15 @@ def test_the_commands(folder, tmp_path, capsys):
     other = tmp_path / "generate.recording.json"
     assert main(["generate", "one", *options, *tokens, "--trace", str(other)]) == 0
     assert len(recording.load(other)["requests"]) == 1
+
+
+@pytest.mark.parametrize("number", ["0", "21", "x"])
+def test_alternatives_that_no_recording_holds_are_refused_before_a_file_is_replaced(tmp_path, capsys, number):
+    kept = tmp_path / "run.html"
+    kept.write_text("kept")
+    with pytest.raises(SystemExit):
+        main(["trace", "one", "--alternatives", number, "-o", str(kept)])
+    assert "is not a whole number of 1 to 20" in capsys.readouterr().err and kept.read_text() == "kept"
 
 
 def test_a_trace_that_could_not_be_written_is_no_success(folder, tmp_path, capsys, monkeypatch):

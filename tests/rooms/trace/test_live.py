@@ -24,6 +24,7 @@ from nanovllm.trace import top
 from nanovllm.trace.file import TraceFile
 from nanovllm.trace.live import MOST_ROWS, MOST_SPANS, MOST_TOKENS, MOST_VIEWERS, Follower, Live
 from nanovllm.trace.recorder import Recorder
+from nanovllm.trace.replay import Replay
 
 SECONDS = 20
 
@@ -182,6 +183,84 @@ def test_too_many_viewers_are_told_so(open_llm):
     for reader in readers:
         reader.join(SECONDS)
         assert not reader.is_alive()
+
+
+def test_top_says_that_there_is_no_place(open_llm, capsys):
+    llm = open_llm(live=0)
+    readers = [Reader(llm) for _ in range(MOST_VIEWERS)]
+    assert cli.main(["top", str(server_of(llm).port)]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert f"{MOST_VIEWERS} are watching already" in said and "no engine" not in said
+    llm.close()
+    for reader in readers:
+        reader.join(SECONDS)
+
+
+def test_top_tells_an_engine_that_is_closed_from_one_that_is_gone(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            connection.recv(1000)
+            connection.sendall(b'HTTP/1.0 200 OK\r\n\r\ndata: {"engine":{}}\n\n')
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert cli.main(["top", str(server.getsockname()[1])]) == cli.BAD_INPUT
+    printed = capsys.readouterr().err
+    assert "gone without a word" in printed and "the engine is closed" not in printed
+
+
+def test_top_counts_no_block_of_requests_that_have_ended(open_llm):
+    llm = open_llm(live=0)
+    pinned = llm.cache_prefix(list(range(20)))
+    reader = Reader(llm)
+    generate(llm, 2)
+    llm.close()
+    reader.join(SECONDS)
+    screen = top.Screen()
+    for message in reader.messages:
+        screen.read(message)
+    assert pinned and "running 0  waiting 0  ended 3" in screen.text() and "blocks 2 of 32" in screen.text()
+    assert reader.messages[-1]["tail"], "the blocks that were given back last"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_top_counts_the_blocks_that_the_replay_does(workload, seed):
+    found = workload(seed).serve()
+    replay, screen = Replay(found), top.Screen()
+    rows = [row | {"index": place, "ended": None} for place, row in enumerate(found["requests"])]
+    screen.read({"engine": found["engine"], "requests": rows})
+    while replay.forward():
+        screen.read({"steps": [found["steps"][replay.step]]})
+        assert f"blocks {replay.num_held} of {replay.num_blocks} " in screen.text()
+
+
+def test_top_shows_that_nothing_happens_and_that_the_recording_is_full():
+    engine, recorder = decoding(2, 40)
+    engine.close()
+    screen = top.Screen()
+    for message in told(Follower(recorder)):
+        screen.read(message)
+    assert " 0 tokens/s" not in f" {screen.text()}".replace("\n", " ") and "full" not in screen.text()
+    screen.read({})
+    assert "\n0 tokens/s" in screen.text()
+    screen.read({"dropped_steps": 7})
+    assert "the recording is full: the 7 steps since are not in this picture" in screen.text()
+
+
+def test_top_shows_samples_apart_and_names_as_they_can_be_shown():
+    row = {"id": "a", "sample": 0, "prompt": [1], "max_tokens": 5, "ended": None}
+    spans = [[place, 0, 1, 2] for place in range(3)]
+    screen = top.Screen()
+    screen.read({
+        "engine": {"num_blocks": 4, "model": "m\x1b]0;title\x07"},
+        "requests": [row | {"index": 0}, row | {"index": 1, "sample": 1}, row | {"index": 2, "id": "\x1b[2J" * 9}],
+        "steps": [{"t": [0] * 6, "spans": spans, "preempted": [], "blocks": []}],
+    })  # fmt: skip
+    lines = screen.text().splitlines()
+    assert [line.split()[0] for line in lines[-3:-1]] == ["a", "a/1"] and "\x1b" not in screen.text()
+    assert len({len(line) for line in lines[-4:]}) == 1, "columns stay in line"
 
 
 def test_a_port_that_cannot_be_had_is_refused_before_anything_is_loaded(open_llm):

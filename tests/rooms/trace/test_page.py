@@ -23,6 +23,7 @@ from queue import Queue
 import pytest
 
 from nanovllm.trace.page import render, render_live
+from nanovllm.trace.perfetto import label
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
@@ -427,6 +428,38 @@ def test_a_text_grows_with_the_cursor_and_shows_alternatives(show):
 
 
 @browsed
+def test_a_character_of_several_tokens_is_shown_whole(show):
+    texts = {
+        "1": " \udce6",
+        "2": "\udc97",
+        "3": "\udca5本",
+        "4": "\udcff",
+        "5": "é",
+        "6": "\udcf0\udc9f",
+        "7": "\udc98\udc80",
+    }
+    page = show(tiny(texts=texts), "#step=2&request=1")
+    assert page.text(".text") == " 日本<FF>é<F0><9F>", "and bytes that are none are shown as they are"
+    page.press("ArrowRight")
+    assert page.text(".text") == " 日本<FF>é😀" and page.text(".token.new") == "😀"
+    assert "decodes one token: “<98><80>”" in page.text(".story")
+    page("document.querySelector('#search').value = '日本'")
+    page("document.querySelector('.search').requestSubmit()")
+    page.frame()
+    assert "1 of 2" in page.text(".search")
+
+
+@browsed
+def test_signals_of_a_text_turn_nothing_around_it(show):
+    texts = {str(token): "\u202eabc" if token == 5 else "xyz" for token in range(1, 8)} | {"7": "\u202e\x1b[0m\n"}
+    page = show(tiny(texts=texts), "#step=3&request=1")
+    assert "“<202E>␛[0m⏎”" in page.text(".story")
+    prompt, token = page("""['.prompt.now, .prompt.done:nth-last-child(1)', '.token'].map(
+        each => document.querySelector(each).getBoundingClientRect().right)""")
+    assert token > prompt, "what was drawn stands behind the prompt, and not in it"
+
+
+@browsed
 def test_search_finds_names_and_texts(show):
     page = show(tiny())
     for words, found in (("r1", 1), ("cold WIND", 0), ("sky", 0)):
@@ -438,6 +471,74 @@ def test_search_finds_names_and_texts(show):
     page("document.querySelector('.search').requestSubmit()")
     page.frame()
     assert "nothing found" in page.text(".search")
+
+
+@browsed
+def test_samples_have_the_names_that_explain_gives_them(show):
+    recording = tiny()
+    recording["requests"][1] |= {"id": "r0", "sample": 1}
+    page = show(recording, "#request=1")
+    assert page.text(".request h2") == "Request r0/1" and "Request r0 arrives" in page.text(".story")
+    assert [label(row) for row in recording["requests"]] == ["r0", "r0/1"]
+
+
+@browsed
+@pytest.mark.parametrize("name", ["r", "a-name-that-is-as-long-as-some-are-" * 4])
+def test_a_sample_that_is_held_is_told_of_and_its_panel_can_be_closed(show, name):
+    recording = tiny()
+    recording["requests"][1] |= {"id": name, "sample": 1, "before_step": 0, "queued_step": 2}
+    page = show(recording, "#step=1&request=1")
+    assert "besides 1 sample held until the prompt of the first can be found" in page.text(".queues")
+    title, close = page.middle(".request .dot"), page.middle(".request [aria-label=Close]")
+    inside = page("document.querySelector('.request').getBoundingClientRect().right")
+    assert abs(title[1] - close[1]) < 12 and close[0] < inside
+    cut = page("(title => title.scrollWidth > title.clientWidth)(document.querySelector('.request h2'))")
+    assert cut == (len(name) > 9)
+    page.press("ArrowRight")
+    assert "besides" not in page.text(".queues")
+
+
+@browsed
+def test_the_number_of_the_step_says_where_we_are_whatever_is_written(show):
+    page = show(PRESSED, "#step=7")
+    for written, there in (("", 7), ("5000", 103), ("4000", 103), ("-3", 0), ("12.4", 12)):
+        page(f"document.querySelector('#step').value = '{written}'")
+        page("document.querySelector('#step').dispatchEvent(new Event('change', { bubbles: true }))")
+        page.frame()
+        assert page.state()["cursor"] == there and page("document.querySelector('#step').value") == str(there)
+
+
+@browsed
+def test_a_hint_stays_when_a_finger_is_lifted(show):
+    page = show(tiny(), "#step=3&request=1", width=390, height=844)
+    page("document.querySelector('.token').scrollIntoView({ block: 'center' })")
+    (x, y), elsewhere = page.middle(".token.new"), page.middle(".request h2")
+    for place, shown in (((x, y), True), (elsewhere, False)):
+        page.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": place[0], "y": place[1]}])
+        page.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        page.frame()
+        assert page("!!document.querySelector('.hint')") == shown
+
+
+@browsed
+def test_help_gives_the_focus_back(show):
+    page = show(tiny())
+    page("document.querySelector('#help').focus()")
+    page.click("#help")
+    page.click("dialog [aria-label=Close]")
+    page.until("!document.querySelector('dialog')")
+    assert page("document.activeElement.id") == "help"
+
+
+@browsed
+def test_no_outline_is_cut_and_no_legend(show):
+    page = show(tiny(dropped_steps=3), "#step=1&request=0")
+    room = page("document.querySelector('.queues .chip').getBoundingClientRect().x - "
+                "document.querySelector('.queues').getBoundingClientRect().x")  # fmt: skip
+    assert room >= 3
+    panel, last = (page(f"document.querySelector('{each}').getBoundingClientRect().bottom")
+                   for each in (".map", ".legend li:last-child"))  # fmt: skip
+    assert last < panel
 
 
 @browsed
@@ -515,6 +616,41 @@ def test_recordings_with_gaps_are_shown(show, changes, said):
 
 
 @browsed
+def test_who_outgrew_the_cache_did_not_reach_its_limit(show):
+    recording = tiny()
+    recording["requests"][0]["max_tokens"] = 3
+    page = show(recording, "#step=1&request=0")
+    assert "Request r0 ends: it grew until the cache could hold no more of it." in page.text(".story")
+    assert "2 of at most 3 tokens" in page.text(".facts")
+
+
+@browsed
+def test_who_ended_before_any_step_is_shown_so(show):
+    recording = tiny()
+    recording["requests"].append(recording["requests"][1] | {
+        "id": "gone", "before_step": 0, "queued_step": 0, "end_step": None, "gone_step": 0, "finish": "abort",
+    })  # fmt: skip
+    page = show(recording, "#step=3&request=2")
+    x, y = page(
+        "(() => { const box = document.querySelector('.lanes').getBoundingClientRect(); return [box.x, box.y] })()"
+    )
+    page.mouse(x + 200, y + 2.5 * 17)
+    assert "never admitted" in page.text(".hint") and "ended before the first step" in page.text(".hint")
+    page.click("[aria-label=Scale] button + button")  # by time
+    assert "ended: abort" in page.text(".request")
+
+
+@browsed
+def test_who_has_ended_and_still_holds_blocks_does_not_just_run(show):
+    recording = tiny()
+    recording["requests"][0]["gone_step"] = 3
+    page = show(recording, "#step=2&request=0")
+    assert page.state()["running"] == [0, 1]
+    assert "has ended, and gives its blocks back next" in page.text(".request .panel-head")
+    assert page("document.querySelectorAll('.queues .ending').length") == 1
+
+
+@browsed
 def test_thousands_of_steps_are_reached_at_once(show):
     blocks, steps, dice = 4096, 5000, random.Random(0)
     recording = tiny(steps=[], requests=[])
@@ -576,6 +712,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(b"retry: 100\n\n")
         while (message := self.server.messages.get()) is not None:
+            if message == "end":
+                self.wfile.write(b'event: end\ndata: {"tail":[2,1,1,2,0,1]}\n\n')
+                return
             self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
 
     def log_message(self, *facts):
@@ -613,9 +752,31 @@ def test_a_live_page_follows_until_it_is_scrubbed_and_comes_back(browser):
         server.messages.put({"engine": recording["engine"], "texts": {}, "requests": requests, "steps": steps[:2]})
         browser.until("nanovllm.player.replay.length === 2")
         assert browser.state()["cursor"] == 1, "a new engine begins anew"
+        assert browser("document.title") == "tiny · nanovllm"
         server.messages.put({"requests": [{"index": 7}]})
         browser.until("document.querySelector('.refusal')")
         assert "Request 7 came when only 2 are known" in browser.text(".refusal")
         browser.call("Page.navigate", url="about:blank")
         server.messages.put(None)
+        server.shutdown()
+
+
+@browsed
+def test_a_live_page_says_that_the_engine_is_closed_and_asks_no_more(browser):
+    recording = tiny()
+    requests = [facts | {"index": n} for n, facts in enumerate(recording["requests"])]
+    with Server() as server:
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        server.messages.put({**recording, "requests": requests})
+        browser.until("nanovllm.player.replay.length === 4")
+        server.messages.put("end")
+        browser.until("document.querySelector('.notices').innerText.includes('The engine is closed')")
+        time.sleep(0.4)
+        assert "lost" not in browser.text("#page") and browser.state()["connected"]
+        assert browser.state()["cursor"] == 4 and browser.state()["readers"] == [0] * 4, (
+            "and what came after it is seen"
+        )
+        browser.press("Home")
+        assert browser.state()["cursor"] == 0 and "Request r0 arrives" in browser.text(".story")
+        browser.call("Page.navigate", url="about:blank")
         server.shutdown()

@@ -9,6 +9,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from nanovllm import LLM, AsyncLLM, ConfigError, EngineError, RequestOutputKind, SamplingParams
 from nanovllm.admission import Limits
@@ -17,10 +19,12 @@ from nanovllm.engine import LLMEngine
 from nanovllm.observer import StepTimes
 from nanovllm.request import Sampled
 from nanovllm.scheduler import Scheduler, SchedulerOutput, Span
+from nanovllm.tokenizer import Tokenizer, TokenizerParts
 from nanovllm.trace import file, recording
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.recording import TraceError
 from nanovllm.trace.replay import Replay
+from nanovllm.trace.texts import text_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -60,8 +64,9 @@ def test_a_recording_holds_what_was_computed(open_llm, tmp_path):
         assert (row["text"], row["finish"], row["stop"]) == (output.text, output.outputs[0].finish_reason, None)
         assert row["cached"] == output.num_cached_tokens
         assert drawn(found, place) == output.token_ids
-        for token in {*row["prompt"], *output.token_ids}:
-            assert found["texts"][str(token)] == tokenizer.decode([token], skip_special_tokens=False)
+        told = "".join(found["texts"][str(token)] for token in [*row["prompt"], *output.token_ids])
+        whole = tokenizer.decode([*row["prompt"], *output.token_ids], skip_special_tokens=False)
+        assert told.encode(errors="surrogateescape").decode(errors="replace") == whole
     assert found["requests"][0]["params"] == {"seed": 7, "max_tokens": 20, "logprobs": 2, "stop": ["zzzz"]}
     assert found["requests"][1]["params"] == {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     assert sum(len(step["preempted"]) for step in found["steps"]) == preemptions > 0
@@ -202,6 +207,42 @@ def test_without_a_tokenizer_there_are_no_texts(open_llm, tmp_path):
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     found = recording.load(target)
     assert found["texts"] == {} and found["requests"][0]["text"] == "" and len(drawn(found, 0)) == 12
+
+
+@pytest.mark.parametrize(
+    "text", ["日本語 שלום مرحبا", "e\u0301 👩\u200d👩\u200d👧\u200d👦", "\ufffd and \u2581 and \xa0", "\x00\x1b\n\ttab"]
+)
+def test_the_texts_of_tokens_are_the_text_when_joined(open_llm, tmp_path, text):
+    """Also where a token is a part of a character: each byte is one."""
+    target = tmp_path / "run.html"
+    with open_llm(trace=str(target)) as llm:
+        llm.generate(text, GREEDY, use_tqdm=False)
+    found = recording.load(target)
+    told = "".join(found["texts"][str(token)] for token in found["requests"][0]["prompt"])
+    assert told.encode("utf-8", "surrogateescape").decode("utf-8") == text
+
+
+def test_spaces_that_a_decoder_strips_and_bytes_that_it_names_are_told():
+    """As sentencepiece has them: its decoder takes each token for the beginning of a text."""
+    words = [
+        "<unk>",
+        "\u2581Once",
+        "\u2581upon",
+        "on",
+        "\u2581",
+        "\u2581\u2581two",
+        "<0xE6>",
+        "<0x97>",
+        "<0xA5>",
+        "<0x41>",
+    ]
+    backend = Backend(models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(TokenizerParts(backend=backend))
+    told = [text_of(tokenizer, token) for token in range(1, len(words) + 1)]
+    assert told == [" Once", " upon", "on", " ", "  two", "\udce6", "\udc97", "\udca5", "A", ""]
 
 
 def test_off_is_off(open_llm):
