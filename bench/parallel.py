@@ -5,10 +5,11 @@
 An engine is written as ranks x replicas: 2x1 is tensor_parallel_size=2, 1x2 data_parallel_size=2. Random weights of
 Qwen3's shapes; prompts of 100-1024 tokens, outputs of up to ``--length``, temperature 0.6. The gate comes first: greedy
 tokens of a small model are the same for each engine (on GPUs, in bfloat16: log-probabilities are close until tokens
-differ). Then for each: seconds to start, tokens a second, milliseconds of a step of one request, and with replicas the
-largest one's part of the output tokens. ``--weak`` gives N replicas N times the requests: with as many as one engine
-has, each replica's steps are smaller, and read as many weights. ``--profile`` prints the kernels of some steps of one
-request, NCCL's among them. The last line is JSON; ratios are to the first engine.
+differ). Then for each: seconds to start, tokens a second of a first and a second pass, milliseconds of a step of one
+request, and with replicas the largest one's part of the output tokens. ``--weak`` gives N replicas N times the
+requests: with as many as one engine has, each replica's steps are smaller, and read as many weights. ``--profile``
+prints the kernels of some steps of one request, NCCL's among them. The last line is JSON; ratios are to the first
+engine.
 
 On a CPU processes share torch's threads, so engines differ in threads too, and small models are many times faster on
 one thread than on two: a ratio there says little of replicas. ``--threads=1`` gives every process one.
@@ -132,14 +133,22 @@ def measure(path: str, engine: Engine, arguments: argparse.Namespace) -> dict[st
             profile(llm, prompts[0][:100], one)
         short = [replace(one, max_tokens=1 + place % 16) for place, one in enumerate(params)]
         llm.generate(prompts, short, use_tqdm=False)  # graphs and kernels of all sizes
-        begun = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        done = [work.output_tokens for work in llm.llm_engine.work] if engine[1] > 1 else [1]
+        passes = []
+        for _ in range(2):
+            before = output_tokens(llm)
+            begun = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            passes.append(sum(lengths) / (time.perf_counter() - begun))
+        done = [after - earlier for after, earlier in zip(output_tokens(llm), before, strict=True)]
     return dict(
-        start_seconds=ready, tokens_per_second=sum(lengths) / seconds, step_milliseconds=1e3 * statistics.median(steps),
-        largest_part=max(done) / sum(done),
+        start_seconds=ready, first_pass=passes[0], tokens_per_second=passes[1],
+        step_milliseconds=1e3 * statistics.median(steps), largest_part=max(done) / sum(done) if done else 1.0,
     )  # fmt: skip
+
+
+def output_tokens(llm: LLM) -> list[int]:
+    """Return the tokens that each replica has drawn so far; nothing of an engine that is alone."""
+    return [work.output_tokens for work in getattr(llm.llm_engine, "work", ())]
 
 
 def profile(llm: LLM, prompt: list[int], params: SamplingParams) -> None:
@@ -172,6 +181,7 @@ def main() -> None:
             results[name(each)] = found = measure(path, each, arguments)
             print(
                 f"{name(each)}: start {found['start_seconds']:6.1f} s  {found['tokens_per_second']:9.1f} tokens/s  "
+                f"(first pass {found['first_pass']:.1f})  "
                 f"step of one request {found['step_milliseconds']:7.3f} ms  largest part {found['largest_part']:.3f}",
                 flush=True,
             )
