@@ -244,7 +244,7 @@ def main() -> None:
 
         if options.sweep:
             for tile in FLOAT8_SWEEP if options.float8 else DECODE_SWEEP:
-                with dials(**{uncut_tiles(dtype): tiles(tile)}, PROGRAMS_PER_PROCESSOR=0):
+                with dials(**{uncut_tiles(dtype): tiles(tile)}, PROGRAMS_PER_PROCESSOR=0, ROOM=0):
                     for case in UNCUT:
                         decode(case, 64, f"tile {tile}")
             for tile, chunk in product(CUT_SWEEP, (64, 128, 256)):

@@ -463,6 +463,25 @@ def test_the_fewer_decodes_the_shorter_their_chunks(monkeypatch):
     assert not paged.worth_cutting(64, 64, 8, 132, 64)
 
 
+def test_tiles_follow_from_how_many_programs_there_are_and_in_one_mode_from_nothing():
+    plan = paged.plan([1], [5], [[0]], 16, torch.device("cpu"))
+    few, many = 3 * 132, 3 * 132 + 1
+
+    def tiles(longest=1000, one_tile=False, **facts):
+        step = replace(plan, processors=132, longest=longest, chunk=64, one_tile=one_tile)
+        return paged._decode_tiles(step, **{"wide": True, "cut": False, "shares": False, "programs": few} | facts)
+
+    assert tiles() is paged.CUT_TILES and tiles(programs=many) is paged.DECODE_TILES
+    assert tiles(wide=False) is paged.FLOAT8_TILES
+    for facts in ({}, {"programs": many}, {"wide": False}, {"shares": True}):
+        assert tiles(cut=True, **facts) == list(paged.CUT_TILES)
+    assert tiles(cut=True, shares=True, programs=many) is paged.DECODE_TILES
+    assert tiles(longest=20_000, cut=True, programs=many) is paged.LONG_TILES
+    assert tiles(longest=20_000, cut=True, wide=False) is paged.FLOAT8_TILES
+    for facts in ({}, {"cut": True}, {"cut": True, "longest": 20_000}, {"programs": many}):
+        assert tiles(one_tile=True, **facts) is paged.DECODE_TILES
+
+
 @pytest.mark.parametrize("chunk", [64, 128])
 def test_short_chunks(chunk, monkeypatch):
     case = make_case([1, 1, 1], [200, 64, 330], block_size=64)

@@ -93,8 +93,11 @@ WORDS = 4
 QUERY_TILE = 128
 """Rows of a piece: as many as two groups of four warps multiply at once."""
 
-PROGRAMS_PER_PROCESSOR = 3
+PROGRAMS_PER_PROCESSOR = 2
 """How many decodes of the longest context each processor must have for contexts to stay uncut."""
+
+ROOM = 3
+"""For how many programs with CUT_TILES a processor has room: up to so many of them take these, cut or not."""
 
 DECODE_TILES = ((32, 4, 3, 128), (32, 4, 3), (32, 4, 2), (16, 4, 2))
 """Of contexts in one piece. Keys in a tile, warps, stages of the pipeline, and if that is to be limited, registers of a
@@ -108,8 +111,8 @@ LONG_TILES = ((32, 4, 4, 128), *DECODE_TILES)
 """Of the longest contexts, which are cut into long chunks."""
 
 CUT_TILES = ((64, 4, 2), (32, 4, 2), (16, 4, 2))
-"""Of contexts that are cut into the shortest chunks; of float8 too. More stages would load no more of so few tokens at
-once, and leave room for fewer programs."""
+"""Of contexts that are cut into the shortest chunks, of float8 too, and of few that are not. More stages would leave
+room for fewer programs."""
 
 SHARED_ROWS = 64
 """Queries that a program of a shared chunk multiplies at once."""
@@ -472,13 +475,8 @@ def _decode(
             query, keys, values, key_scales, parts, plan.decodes, plan.shared, plan.tables, scale, SHARED_BY,
             SHARED_ROWS, *tile,
         )  # fmt: skip
-    few = not shares or kv_heads * number < PROGRAMS_PER_PROCESSOR * plan.processors
-    tiles: Sequence[tuple[int, ...]] = DECODE_TILES if keys.element_size() > 1 else FLOAT8_TILES
-    if parts is not None and few and not plan.one_tile:
-        if plan.longest <= MIN_CHUNK * MAX_CHUNKS:
-            tiles = [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
-        elif keys.element_size() > 1:
-            tiles = LONG_TILES
+    programs = kv_heads * (plan.decodes.shape[0] if parts is None else number)
+    tiles = _decode_tiles(plan, wide=keys.element_size() > 1, cut=parts is not None, shares=shares, programs=programs)
     early = parts is not None and plan.decodes.shape[0] <= EARLY_DECODES + 1  # one is padding
     ahead = plan.chunk if early and plan.chunk < MIN_CHUNK else 0
     ordered = plan.one_tile or plan.owners.shape[0] <= FEW_CHUNKS * plan.decodes.shape[0]
@@ -486,6 +484,19 @@ def _decode(
         query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead, ordered,
         *_fit(tiles, width, plan.shared_bytes),
     )  # fmt: skip
+
+
+def _decode_tiles(plan: Plan, *, wide: bool, cut: bool, shares: bool, programs: int) -> Sequence[tuple[int, ...]]:
+    """Return the tiles for decodes, the best first. ``wide``: the cache is not of float8."""
+    usual = DECODE_TILES if wide else FLOAT8_TILES
+    few = programs <= ROOM * plan.processors
+    if plan.one_tile or not (few or (cut and not shares)):
+        return usual
+    if not cut:
+        return CUT_TILES if wide else usual
+    if plan.longest > MIN_CHUNK * MAX_CHUNKS:
+        return LONG_TILES if wide else usual
+    return [tile for tile in CUT_TILES if tile[0] <= plan.chunk]
 
 
 def _width(keys: Tensor) -> int:
