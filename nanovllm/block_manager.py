@@ -16,7 +16,7 @@ everything to one value gives no wrong hit.
 import logging
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -98,11 +98,9 @@ class BlockManager:
         starts behind them; at least one token is always left to compute, and all whose rows tell log-probabilities of
         the prompt. ``reserve`` blocks stay free.
         """
-        unscored = request.unscored(0, request.num_tokens)
-        hits = self._match(request, (unscored.start if unscored else request.num_tokens - 1) // self.block_size)
+        hits = self._match(request, self._findable(request))
         missing = self.blocks_for(request.num_tokens) - len(hits)
-        usable = self.num_free - sum(block.ref_count == 0 for block in hits)
-        if missing + reserve > usable:
+        if missing + reserve > self.num_free - sum(block.ref_count == 0 for block in hits):
             return False
         self._hold(hits)
         request.block_ids = [block.index for block in hits] + self._take(missing)
@@ -111,6 +109,20 @@ class BlockManager:
         request.chain_parent = hits[-1].serial if hits else request.cache_salt
         logger.debug("request %s takes blocks %s, %d found", request.request_id, request.block_ids, len(hits))
         return True
+
+    def announce(self, request: Request, turn: tuple[int, ...], coming: dict[bytes, tuple[int, ...]]) -> None:
+        """Add the full blocks of a prompt that are not committed yet, by digest, with whose turn they come."""
+        number = len(request.prompt_token_ids) // self.block_size if self.enable_prefix_caching else 0
+        for place in range(request.num_committed_blocks, number):
+            coming.setdefault(self._digest(request, place), turn)
+
+    def awaits(self, request: Request, turn: tuple[int, ...], coming: Mapping[bytes, tuple[int, ...]]) -> bool:
+        """Whether half or more of what a request has to compute is ``coming``, from those before its ``turn``."""
+        most = self._findable(request)
+        place = known = len(self._match(request, most))
+        while place < most and coming.get(self._digest(request, place), turn) < turn:
+            place += 1
+        return place > known and (2 * place - known) * self.block_size >= request.num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give a running request blocks for ``num_tokens`` tokens, or return False and change nothing."""
@@ -152,11 +164,6 @@ class BlockManager:
                 request.chain_parent = block.serial
             request.num_committed_blocks = place + 1
 
-    def knows_prompt(self, request: Request) -> bool:
-        """Whether an equal prompt could find now all that it ever may of this request's."""
-        findable = (len(request.prompt_token_ids) - 1) // self.block_size if self.enable_prefix_caching else 0
-        return request.num_committed_blocks >= findable
-
     def free(self, request: Request) -> None:
         """Take back every block of a request; findable ones stay cached."""
         self._release(request.block_ids)
@@ -174,8 +181,7 @@ class BlockManager:
 
     def pin(self, request: Request) -> list[int]:
         """Hold the known leading blocks of a request's prompt, whatever becomes of it, until ``unpin``."""
-        blocks = self._match(request, len(request.prompt_token_ids) // self.block_size)
-        self._hold(blocks)
+        self._hold(blocks := self._match(request, len(request.prompt_token_ids) // self.block_size))
         return [block.index for block in blocks]
 
     def unpin(self, block_ids: Sequence[int]) -> None:
@@ -201,6 +207,11 @@ class BlockManager:
             assert (block.index not in self._blank) or block.digest is None
             assert (block.index not in self._cached) or block.digest is not None
         assert len(self._index) == sum(block.digest is not None for block in self._blocks)
+
+    def _findable(self, request: Request) -> int:
+        """How many leading blocks a request may find: a token is left, and all that tell of the prompt."""
+        unscored = request.unscored(0, request.num_tokens)
+        return (unscored.start if unscored else request.num_tokens - 1) // self.block_size
 
     def _match(self, request: Request, limit: int) -> list[Block]:
         """Return the longest chain of known blocks that begins the request, ``limit`` at most."""

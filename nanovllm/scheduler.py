@@ -48,6 +48,8 @@ class SchedulerOutput:
     """Ended by the decision: no pool of blocks would let them go on."""
     spoiled: tuple[int, ...] = ()
     """Blocks to be filled with zeros first: a masked place adds 0 times what lies there, and 0 * NaN is NaN."""
+    passed: tuple[Request, ...] = ()
+    """Not admitted, though first in the queue: others compute what they can find soon."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,10 @@ class Scheduler:
     request came. So a request is overtaken only by one that is d > 0 levels more urgent, and came less than d *
     ``patience`` steps later. Of those there is an end: some time a request is the first of all, is admitted before
     any other and never preempted again. Requests that come together go strictly by priority.
+
+    One whose prompt is being computed, by half or more, by a running one before it is passed over until it can find
+    that in the prefix cache: so what begins alike is computed once, though it comes together as samples of one prompt
+    do. Its place among the running stays free, and whoever gets another is behind the one that it waits for.
     """
 
     def __init__(
@@ -78,8 +84,6 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.held: dict[Request, Sequence[Request]] = {}
-        """Samples in no queue yet: until their first one has put the prompt into the prefix cache, or has ended."""
         self.num_preemptions = 0
         self.num_steps = 0
         self._spoiled: list[int] = []
@@ -88,17 +92,10 @@ class Scheduler:
         self._patience = patience
 
     def add(self, request: Request, samples: Sequence[Request] = ()) -> None:
-        """Queue a request behind those that go before it, now and for ever; see the class.
-
-        ``samples`` of the same prompt follow when they can find its full blocks, so that it is computed once; without
-        a prefix cache, or with a prompt shorter than a block, at once, and each computes its own.
-        """
+        """Queue a request, and ``samples`` of its prompt, behind those that go before them, now and for ever."""
         for each in (request, *samples):
             each.rank = (request.priority if self._by_priority else 0) * self._patience + self.num_steps
-        insort(self.waiting, request, key=_order)
-        if samples:
-            self.held[request] = samples
-            self._release(request)
+            insort(self.waiting, each, key=_order)
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Requests' ``num_computed_tokens`` already count it; see ``undo``."""
@@ -119,24 +116,33 @@ class Scheduler:
                     spans.append(_span(request, size))
                     budget -= size
 
-        while budget and self.waiting and len(self.running) < self.max_running and not preempted:
-            request = self.waiting[0]
+        coming: dict[bytes, tuple[int, ...]] = {}
+        for request in self.running if self.waiting else ():
+            self.blocks.announce(request, _order(request), coming)
+        passed = 0
+        while budget and passed < min(len(self.waiting), self.max_running - len(self.running)) and not preempted:
+            request = self.waiting[passed]
+            if self.blocks.awaits(request, _order(request), coming):
+                passed += 1
+                continue
             # one block for each running request: so many can cross a block boundary before anyone is preempted
             if not self.blocks.admit(request, reserve=len(self.running)):
                 if self.running:
                     break
                 finished.append(self._end(request, "length"))
                 continue
-            del self.waiting[0]
+            del self.waiting[passed]
             request.status = Status.RUNNING
             insort(self.running, request, key=_order)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
+            self.blocks.announce(request, _order(request), coming)
             size = min(request.num_uncomputed_tokens, budget)
             spans.append(_span(request, size))
             budget -= size
 
-        output = SchedulerOutput(tuple(spans), tuple(preempted), tuple(finished), tuple(self._spoiled))
+        late = tuple(self.waiting[:passed])
+        output = SchedulerOutput(tuple(spans), tuple(preempted), tuple(finished), tuple(self._spoiled), late)
         if spans:
             self._spoiled = []
         if logger.isEnabledFor(logging.DEBUG):
@@ -162,8 +168,6 @@ class Scheduler:
             if request.num_computed_tokens >= span.stop:  # else it was preempted meanwhile, and its blocks are gone
                 known = span.stop if self._share_outputs else min(span.stop, len(request.prompt_token_ids))
                 self.blocks.commit(request, known)
-                if self.held:
-                    self._release(request)
             if token is not None and token.prompt is not None:
                 request.score(*token.prompt)
             if token is not None and span.samples:
@@ -207,17 +211,10 @@ class Scheduler:
                 return False
         return True
 
-    def _release(self, request: Request) -> None:
-        """Queue the samples held for a request that has ended, or whose prompt they can find now."""
-        if request in self.held and (request.is_finished or self.blocks.knows_prompt(request)):
-            for sample in self.held.pop(request):
-                insort(self.waiting, sample, key=_order)
-
     def _end(self, request: Request, reason: str) -> Request:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         self.blocks.free(request)
         request.status = Status.FINISHED
-        self._release(request)
         request.finish_reason = reason
         try:
             if request.builder is not None:

@@ -145,14 +145,13 @@ class Metrics:
         """Return everything as it is now, in the order of ``figures.METRICS``. This is one engine, however one asks."""
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         speeds, memory = self._speeds(), _memory_bytes(self._device)
-        held = sum(map(len, list(scheduler.held.values())))
         queries = self._prompt_tokens if blocks.enable_prefix_caching else 0
         parts = {
             "decide": self._deciding, "submit": self._submitting, "wait": self._waiting, "settle": self._settling
         }  # fmt: skip
         values: dict[str, float | list[tuple[dict[str, str], float]]] = {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + held,
+            "num_requests_waiting": len(scheduler.waiting),
             "kv_cache_usage_perc": blocks.num_held / blocks.num_blocks,
             "tokens_per_second": [({"kind": kind}, speed) for kind, speed in speeds.items()],
             "device_memory_bytes": [({"kind": kind}, number) for kind, number in memory.items()],

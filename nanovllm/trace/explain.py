@@ -24,6 +24,7 @@ REASONS = {
     "seqs": "as many requests ran as may (max_num_seqs)",
     "blocks": "not enough blocks of the cache were free",
     "preempted": "somebody had just been preempted for want of blocks",
+    "prefix": "another one computed what its prompt begins with",
 }
 """Why the first in the queue is not admitted."""
 
@@ -244,19 +245,9 @@ def _waited(request: dict[str, Any], story: Story) -> str:
     reasons = [f"{counted(number, 'step')} because {REASONS[name]}" for name, number in story.reasons.most_common()]
     if reasons:
         line += f"; first in the queue for {', for '.join(reasons)}"
-    held = _num_held(request)
-    if held:
-        line += f"; held for {counted(held, 'step')}, until the prompt of the first sample could be found"
     if story.num_behind:
         line += f"; behind others for {counted(story.num_behind, 'step')}"
     return line
-
-
-def _num_held(request: dict[str, Any]) -> int:
-    """Return for how many steps a sample stood in no queue."""
-    queued = request.get("queued_step", request["before_step"])
-    until = request.get("gone_step") if queued is None else queued
-    return 0 if until is None else max(0, until - request["before_step"])
 
 
 def _times(request: dict[str, Any], story: Story, *, cpu: bool) -> list[str]:

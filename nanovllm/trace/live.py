@@ -42,7 +42,7 @@ MOST_SPANS, MOST_STEPS, MOST_TOKENS, MOST_ROWS = 2000, 200, 4000, 100
 END = "end"
 """Name of the last event: who does not get it has lost the connection."""
 
-CHANGING = ("cached", "ended", "end_step", "gone_step", "queued_step", "finish", "stop", "text")
+CHANGING = ("cached", "ended", "end_step", "gone_step", "finish", "stop", "text")
 """Facts of a request that are not known when it comes."""
 
 

@@ -124,7 +124,6 @@ class Recorder(Observer):
         """Which rows were replaced, in order, each as often as it was."""
         self._alive: dict[Request, int] = {}
         self._asked: set[Request] = set()  # for candidates
-        self._held: dict[Request, None] = {}  # samples in no queue yet
         self.steps: list[Step | None] = []
         """None while one is under way, or waits to be written down with others."""
         self._under_way: deque[Taken] = deque()
@@ -258,14 +257,13 @@ class Recorder(Observer):
 
     def _arrive(self, request: Request) -> None:
         place, step = len(self.requests), len(self.steps)
-        held = any(request in samples for samples in self._scheduler.held.values()) if request.index else False
         prompt = array("i", request.prompt_token_ids)
         row = {
             "id": request.request_id,
             "sample": request.index,
             "arrived": self._at(request.metrics.queued_ts),
             "before_step": step,
-            "queued_step": None if held else step,
+            "queued_step": step,
             "prompt": prompt,
             "priority": request.priority,
             "rank": request.rank,
@@ -281,8 +279,6 @@ class Recorder(Observer):
         }
         self.requests.append(row)
         self._alive[request] = place
-        if held:
-            self._held[request] = None
         if self._candidates and request.params.num_logprobs is not None:
             self._asked.add(request)
         self._num_bytes += len(json.dumps({**row, "prompt": []})) + len(prompt)
@@ -294,12 +290,6 @@ class Recorder(Observer):
         if not (output.spans or output.preempted or output.finished):
             self._last = last
             return
-        if self._held:
-            still = {sample for samples in self._scheduler.held.values() for sample in samples}
-            for request in [each for each in self._held if each not in still]:
-                del self._held[request]
-                if not request.is_finished:
-                    self._change(self._alive[request], queued_step=step.index)
         preempted = [self._alive[request] for request in output.preempted]
         step.rest = {"blocks": self._ledger.cut(), "preempted": preempted, "wait": self._reason(output)}
         self._ended_by |= dict.fromkeys(output.finished, step.index)
@@ -354,6 +344,8 @@ class Recorder(Observer):
             return None
         if output.preempted:
             return "preempted"
+        if scheduler.waiting[0] in output.passed:
+            return "prefix"
         if output.num_tokens >= scheduler.max_num_batched_tokens:
             return "budget"
         return "seqs" if len(scheduler.running) >= scheduler.max_running else "blocks"
@@ -455,7 +447,6 @@ class Recorder(Observer):
         text = "" if request.builder is None else request.builder.since(0)
         self._change(self._alive.pop(request), cached=request.num_cached_tokens, text=text, **facts)
         self._num_bytes += len(text)
-        self._held.pop(request, None)
         self._due.pop(request)
         self._asked.discard(request)
 

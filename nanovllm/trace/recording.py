@@ -13,8 +13,7 @@ one into ``steps``.
      "requests": [{
         "id": "0", "sample": 0, "arrived": 120,
         "before_step": 0,           the first step that was decided after it came
-        "queued_step": 0 | null,    the first step after whose decision it stands in the queue, or has been there: a
-                                    sample is held until its prompt can be found. null: it ended before
+        "queued_step": 0,           the first one after whose decision it stands in the queue, or has been there
         "prompt": [ids], "priority": 0, "rank": 0, "max_tokens": 64, "params": {"temperature": 0.6},
                                     params: what differs from the defaults
         "cached": 32,               prompt tokens found in the prefix cache when it was first admitted
@@ -28,8 +27,8 @@ one into ``steps``.
         "spans": [[request, start, stop, token], ...],   it computes tokens [start, stop) of the request, and drew this
                                     one; -1: draws none; -2: drew, but dropped (it had ended, or the step failed)
         "preempted": [request, ...],
-        "wait": null | "budget" | "seqs" | "blocks" | "preempted",   why the head of the queue was not admitted; null:
-                                    nobody waits
+        "wait": null | "budget" | "seqs" | "blocks" | "preempted" | "prefix",   why the head of the queue was not
+                                    admitted; null: nobody waits. "prefix": others compute what it can find soon
         "blocks": [code, block, request, ...],   flat: what happened to blocks since the decision before, in order, up
                                     to and including this step's decision
         "top": {"<request>": [[token, logprob], ...]},   of what it drew, that token first; only if logprobs were asked

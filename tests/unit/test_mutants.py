@@ -104,7 +104,12 @@ def by_examples(manager, _):
                 test()
 
 
+def by_order(manager, scheduler_class):
+    SCHEDULES.check_nobody_waits_for_a_later_one(manager=manager, scheduler=scheduler_class)
+
+
 CHECKS = {
+    "order": by_order,
     "examples": by_examples,
     "model": by_model,
     "constant hash": by_constant_hash,
@@ -184,7 +189,7 @@ MUTANTS = [
         "taken = self._take(missing)\n        self._hold(hits)\n"
         "        request.block_ids = [block.index for block in hits] + taken", WORKLOADS,
     ),
-    Mutant("the reserve is ignored", block_manager, "missing + reserve > usable", "missing > usable", MODELS),
+    Mutant("the reserve is ignored", block_manager, "missing + reserve > self", "missing > self", MODELS),
     Mutant(
         "a refused growth takes what there is", block_manager,
         "if missing > self.num_free:\n            return False",
@@ -201,7 +206,7 @@ MUTANTS = [
     ),
     Mutant("a reset while blocks are held", block_manager, "if self.num_held:", "if False:", MODELS),
     # the scheduler
-    Mutant("the last in the queue goes first", scheduler, "self.waiting[0]", "self.waiting[-1]", WORKLOADS, times=2),
+    Mutant("the last of the queue goes first", scheduler, "waiting[passed]", "waiting[~passed]", WORKLOADS, times=2),
     Mutant(
         "a victim keeps its count of computed tokens", block_manager,
         "request.num_computed_tokens = request.num_committed_blocks = 0", "request.num_committed_blocks = 0", ALL[::2],
@@ -214,12 +219,12 @@ MUTANTS = [
     ),
     Mutant(
         "cached tokens cost budget", scheduler,
-        "budget -= size\n\n        output", "budget = max(0, budget - request.num_computed_tokens)\n\n        output",
+        "budget -= size\n\n        late", "budget = max(0, budget - request.num_computed_tokens)\n\n        late",
         WORKLOADS,
     ),
     Mutant(
         "a newcomer costs no budget", scheduler,
-        "budget -= size\n\n        output", "pass\n\n        output", WORKLOADS,
+        "budget -= size\n\n        late", "pass\n\n        late", WORKLOADS,
     ),
     Mutant(
         "an aborted request stays in its queue", scheduler,
@@ -245,6 +250,19 @@ MUTANTS = [
         "more run than the limit", scheduler,
         "min(max_num_seqs, max_num_batched_tokens)", "max_num_batched_tokens", WORKLOADS,
     ),
+    Mutant(
+        "whom others pass loses its place", scheduler,
+        "passed < min(len(self.waiting), self.max_running - len(self.running))",
+        "passed < len(self.waiting) and len(self.running) < self.max_running", WORKLOADS,
+    ),
+    Mutant(
+        "one waits for the prefix of a later one", block_manager,
+        "coming.get(self._digest(request, place), turn) < turn", "self._digest(request, place) in coming", ("order",),
+    ),
+    Mutant(
+        "one waits for a little prefix", block_manager,
+        "and (2 * place - known) * self.block_size >= request.num_tokens", "", WORKLOADS,
+    ),
     Mutant("priorities are ignored", scheduler, "request.priority if self._by_priority else 0", "0", WORKLOADS),
     Mutant("waiting counts for nothing", scheduler, "* self._patience + self.num_steps", "", WORKLOADS),
     Mutant("the clock stands still", scheduler, "self.num_steps += 1", "pass", WORKLOADS),
@@ -257,8 +275,8 @@ MUTANTS = [
     ),
     Mutant(
         "blocks are findable when they are planned", scheduler,
-        "budget -= size\n\n        output",
-        "budget -= size\n            self.blocks.commit(request, request.num_tokens)\n\n        output",
+        "budget -= size\n\n        late",
+        "budget -= size\n            self.blocks.commit(request, request.num_tokens)\n\n        late",
         WORKLOADS,
     ),
     # steps that overlap

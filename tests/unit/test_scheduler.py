@@ -7,6 +7,7 @@ are small on purpose: pools of a few blocks, so that requests are preempted, cut
 time (``test_the_workloads_do_what_they_are_for`` counts).
 """
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -254,6 +255,7 @@ class Run:
         )  # fmt: skip
         self.came: dict[Request, int] = {}
         """After how many decisions each request came."""
+        self.ever_passed: set[Request] = set()
         self.decisions, schedule = 0, self.scheduler.schedule
 
         def counted():
@@ -404,7 +406,13 @@ class Run:
         # B5: admitted in order, and nobody overtakes
         assert [order(request) for request in admitted] == sorted(order(request) for request in admitted)
         passed_over = [request for request in waiting if request not in admitted + list(decided.finished)]
-        for request in passed_over:
+        assert len(scheduler.running) + len(decided.passed) <= work.max_num_seqs, "their places are taken"
+        for request in decided.passed:
+            assert request in passed_over
+            self.check_passed(request, {*running, *scheduled})
+        self.ever_passed.update(decided.passed)
+        self.record.counts["passed"] += len(decided.passed)
+        for request in (each for each in passed_over if each not in decided.passed):
             assert all(order(ahead) < order(request) for ahead in admitted), "it was overtaken"
             for ahead in admitted:  # the bound, in its own words
                 levels = request.priority - ahead.priority if work.policy == "priority" else 0
@@ -429,6 +437,18 @@ class Run:
             tuple((s.request.request_id, s.start, s.stop, tuple(s.request.block_ids)) for s in decided.spans)
         )
 
+    def check_passed(self, request, running):
+        """Whom others pass waits for somebody before it, who computes half or more of what it lacks."""
+        size, tokens = self.blocks.block_size, request.token_ids
+
+        def shared_blocks(other):
+            pairs = zip(tokens[:-1], other.prompt_token_ids, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) // size
+
+        before = [other for other in running if self.order(other) < self.order(request)]
+        shared = [shared_blocks(other) for other in before if other.cache_salt == request.cache_salt]
+        assert 2 * max(shared) * size >= len(tokens), "what it could find is too little to wait for"
+
     def check_books(self):
         scheduler, blocks = self.scheduler, self.blocks
         blocks.check()
@@ -441,7 +461,8 @@ class Run:
         for queue in (scheduler.waiting, scheduler.running):
             assert queue == sorted(queue, key=self.order)
         if self.work.policy == "fcfs" and scheduler.waiting and scheduler.running:
-            assert self.order(scheduler.running[-1]) < self.order(scheduler.waiting[0]), "a newcomer overtook"
+            first = next((each for each in scheduler.waiting if each not in self.ever_passed), None)
+            assert first is None or self.order(scheduler.running[-1]) < self.order(first), "a newcomer overtook"
 
 
 def check_outputs(work, record):
@@ -485,7 +506,7 @@ def test_the_workloads_do_what_they_are_for():
             total[f"end {reason}"] += 1
     least = {
         "preemptions": 100, "hits": 200, "evictions": 200, "chunks": 500, "mixed": 100, "aborts": 40, "interrupts": 40,
-        "overtaken": 100, "aged": 5,
+        "overtaken": 100, "aged": 5, "passed": 40,
         "interrupted waits": 40,
         "refused": 20, "end stop": 50, "end length": 200,
     }  # fmt: skip
@@ -938,8 +959,8 @@ def test_after_an_interrupt_nothing_unwritten_can_be_found():
 
 def test_a_failed_step_ends_its_requests_and_no_others():
     bench = Bench(12, seqs=2)
-    for name in "abc":
-        bench.add(name, [1] * 5, max_tokens=3)
+    for name, token in zip("abc", (1, 4, 3), strict=True):
+        bench.add(name, [token] * 5, max_tokens=3)
     cause = Broken("the device is gone")
     bench.runner.fail_with = cause
     with pytest.raises(
@@ -951,8 +972,101 @@ def test_a_failed_step_ends_its_requests_and_no_others():
     assert len(bench.blocks._cached) == 0, "a failed step's blocks must not be found"
     bench.add("a", [2] * 5, max_tokens=3)
     outputs = bench.finish()
-    assert outputs["c"].token_ids == alone([1] * 5, 3)
+    assert outputs["c"].token_ids == alone([3] * 5, 3)
     assert outputs["a"].token_ids == alone([2] * 5, 3)
+
+
+# --- prompts that begin alike and come together ---------------------------------------------------------------------
+
+
+def test_prompts_that_begin_alike_are_computed_once_though_they_come_together():
+    bench = Bench(100, budget=100)
+    prompts = {f"q{number}": [1, 2, 3, 4, 5, 6, 5, 4, number] for number in range(6)}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, max_tokens=3)
+    assert bench.step() == {"q0": (0, 9)}
+    assert bench.step() == {"q0": (9, 10), **{f"q{number}": (8, 9) for number in range(1, 6)}}
+    outputs = bench.finish()
+    assert {name: outputs[name].token_ids for name in prompts} == {
+        name: alone(prompt, 3) for name, prompt in prompts.items()
+    }
+
+
+def test_who_waits_for_a_prefix_is_passed_and_keeps_its_place():
+    bench = Bench(100, budget=100, seqs=3)
+    for name, prompt in (("first", [1] * 8 + [2]), ("like it", [1] * 8 + [3]), ("other", [4] * 9), ("last", [5] * 9)):
+        bench.add(name, prompt, max_tokens=20)
+    assert bench.step() == {"first": (0, 9), "other": (0, 9)}
+    assert [request.request_id for request in bench.runner.outputs[-1].passed] == ["like it"]
+    assert bench.names() == (["first", "other"], ["like it", "last"]), "one place of three is for whom others passed"
+    assert bench.step()["like it"] == (8, 9)
+    assert not bench.runner.outputs[-1].passed
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        pytest.param([1] * 4 + [2] * 5, {}, id="less than half in common"),
+        pytest.param([1] * 8 + [2], {"cache_salt": "mine"}, id="another salt"),
+        pytest.param([2] + [1] * 8, {}, id="another beginning"),
+    ],
+)
+def test_who_finds_too_little_waits_for_nobody(prompt, options):
+    bench = Bench(100, budget=100)
+    bench.add("first", [1] * 12)
+    bench.add("second", prompt, **options)
+    assert bench.step() == {"first": (0, 12), "second": (0, len(prompt))}
+
+
+def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
+    bench = Bench(100, budget=100, enable_prefix_caching=False)
+    for name in "ab":
+        bench.add(name, [1] * 12)
+    assert bench.step() == {"a": (0, 12), "b": (0, 12)}
+
+
+def test_a_prefix_is_waited_for_no_longer_than_until_it_can_be_found():
+    """The first prompt takes twenty steps, and what is shared is done after two."""
+    bench = Bench(100, budget=8)
+    bench.add("long", [1] * 16 + [2] * 144)
+    assert bench.step() == {"long": (0, 8)}
+    bench.add("short", [1] * 16 + [3])
+    assert bench.step() == {"long": (8, 16)}
+    assert bench.names() == (["long"], ["short"])
+    assert bench.step() == {"long": (16, 24)}, "the budget is spent, by one that came before"
+    bench.scheduler.max_num_batched_tokens = 9
+    assert bench.step() == {"long": (24, 33)}
+    bench.scheduler.max_num_batched_tokens = 200
+    assert bench.step() == {"long": (33, 160), "short": (16, 17)}
+
+
+@pytest.mark.parametrize("reason", ["abort", "failure"])
+def test_when_the_one_that_is_waited_for_is_gone_the_next_computes_the_prefix(reason):
+    bench = Bench(100, budget=6)
+    for name in "abc":
+        bench.add(name, [1] * 12)
+    assert bench.step() == {"a": (0, 6)}
+    if reason == "abort":
+        bench.engine.abort("a")
+    else:
+        bench.runner.fail_with = Broken("the device is gone")
+        with pytest.raises(EngineError):
+            bench.step()
+    assert bench.step() == {"b": (4, 10)}, "from the block that was known"
+    assert bench.step() == {"b": (10, 12), "c": (8, 12)}
+
+
+def check_nobody_waits_for_a_later_one(**parts):
+    bench = Bench(100, budget=8, policy="priority", **parts)
+    bench.add("patient", [1] * 24, priority=5)
+    assert bench.step() == {"patient": (0, 8)}
+    bench.scheduler.max_num_batched_tokens = 40
+    bench.add("urgent", [1] * 24, priority=0)
+    assert bench.step() == {"patient": (8, 24), "urgent": (8, 24)}
+
+
+def test_nobody_waits_for_a_prefix_of_one_who_comes_later_in_the_order():
+    check_nobody_waits_for_a_later_one()
 
 
 # --- pins, and the engine's door --------------------------------------------------------------------------------

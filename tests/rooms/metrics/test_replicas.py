@@ -77,7 +77,7 @@ def test_the_usage_is_used_blocks_over_all_blocks(schedules, facts, config):
         bench = schedules.Bench(num_blocks)
         metrics = Metrics(bench.scheduler, config(), facts())
         for number in range(prompts):
-            bench.add(str(number), [1] * 5, max_tokens=2)
+            bench.add(str(number), [number] * 5, max_tokens=2)
         if prompts:
             bench.step()
         assert bench.scheduler.blocks.num_held == 2 * prompts

@@ -89,15 +89,15 @@ def test_blocks_that_several_hold_are_counted_once():
     assert explain._holders("abc", (1,)) == "request b"
 
 
-def test_samples_say_that_they_were_held_and_whose_blocks_they_found(open_llm, tmp_path):
+def test_samples_say_what_they_waited_for_and_whose_blocks_they_found(open_llm, tmp_path):
     target = tmp_path / "run.html"
-    with open_llm(trace=str(target), max_num_batched_tokens=16) as llm:
+    with open_llm(trace=str(target), max_num_batched_tokens=64) as llm:
         params = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
         llm.generate([list(range(44))], params, use_tqdm=False)
     found = recording.load(target)
     first, second, third = (explain.explain(found, name) for name in ("0", "0/1", "0/2"))
-    assert "held for" not in first and "5 blocks of request 0\n" in second
-    assert "; held for 3 steps, until the prompt of the first sample could be found" in second
+    assert "in the queue" not in first and "5 blocks of request 0\n" in second
+    assert "first in the queue for 1 step because another one computed what its prompt begins with" in second
     assert "5 blocks of requests 0 and 0/1\n" in third, "who came before it, and nobody who came after"
 
 

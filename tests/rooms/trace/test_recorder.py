@@ -108,7 +108,7 @@ def test_samples_streams_and_chats(open_llm, tmp_path):
     found = recording.load(target)
     assert [(row["id"], row["sample"]) for row in found["requests"][:3]] == [(output.request_id, n) for n in range(3)]
     assert [drawn(found, place) for place in range(3)] == [sample.token_ids for sample in output.outputs]
-    assert found["requests"][0]["queued_step"] == 0 < found["requests"][1]["queued_step"], "held until they find it"
+    assert found["steps"][0]["wait"] == "prefix", "the others wait until they can find the prompt"
     assert drawn(found, 3) == [token for piece in pieces for token in piece.token_ids]
     assert found["requests"][4]["text"] == answer.text
     assert found["requests"][5]["finish"] == "abort"
