@@ -102,9 +102,9 @@ def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
     dtype, storage = _dtypes(config.dtype, model.dtype, device)
     backend = find_backend(config.attention_backend, device.type, (model.head_dim, config.block_size, dtype))
     return Plan(
-        model=model, device=device, dtype=dtype, storage=storage, backend=backend,
+        model=model, device=device, dtype=dtype, deterministic=_deterministic(config, device, backend),
+        storage=storage, backend=backend, max_model_len=_max_model_len(config.max_model_len, model),
         cache_dtype=_cache_dtype(config.kv_cache_dtype, dtype, device, backend),
-        max_model_len=_max_model_len(config.max_model_len, model), deterministic=_deterministic(config, device, backend),
         max_num_batched_tokens=config.max_num_batched_tokens or _step_tokens(device),
         block_size=config.block_size or backend.PREFERRED_BLOCK_SIZE,
     )  # fmt: skip
