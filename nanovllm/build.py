@@ -22,6 +22,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kv_cache import KVCache, bytes_per_token
 from nanovllm.loader import build_model, draw_weights, load_weights
 from nanovllm.model_runner import ModelRunner
+from nanovllm.models import find_model
 from nanovllm.ops.attention import find_backend
 from nanovllm.ops.sample import MOST_LOGPROBS
 from nanovllm.request import Matcher, Request
@@ -94,22 +95,19 @@ class Built:
 
 def plan(config: EngineConfig, checkpoint: Checkpoint) -> Plan:
     """Work out sizes and types. Raises ConfigError and CheckpointError."""
+    if isinstance(names := checkpoint.config.get("architectures"), list) and names and isinstance(names[0], str):
+        find_model(names[0])  # first, for another family may have other names for its sizes
     model = ModelConfig.from_dict(checkpoint.config)
     device = _device(config.device)
     dtype, storage = _dtypes(config.dtype, model.dtype, device)
     backend = find_backend(config.attention_backend, device.type, (model.head_dim, config.block_size, dtype))
     return Plan(
-        model=model,
-        device=device,
-        dtype=dtype,
+        model=model, device=device, dtype=dtype, deterministic=_deterministic(config, device, backend),
+        storage=storage, backend=backend, max_model_len=_max_model_len(config.max_model_len, model),
         cache_dtype=_cache_dtype(config.kv_cache_dtype, dtype, device, backend),
-        storage=storage,
-        max_model_len=_max_model_len(config.max_model_len, model),
         max_num_batched_tokens=config.max_num_batched_tokens or _step_tokens(device),
         block_size=config.block_size or backend.PREFERRED_BLOCK_SIZE,
-        backend=backend,
-        deterministic=_deterministic(config, device, backend),
-    )
+    )  # fmt: skip
 
 
 def build(config: EngineConfig) -> Built:
@@ -277,10 +275,11 @@ def _spare_bytes(config: EngineConfig, facts: Plan, working: int | None) -> int:
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = {"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(name, name)
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither a CPU nor a CUDA device")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises the latter
         raise ConfigError(

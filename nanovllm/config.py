@@ -166,7 +166,7 @@ class EngineConfig:
                 raise ConfigError(f"{' and '.join(given)} are one option; give one of them.", parameter=name)
             else:
                 found[target] = _optional(target, value)
-        return cls(model=os.fspath(model), **found)
+        return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

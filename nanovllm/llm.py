@@ -20,11 +20,11 @@ from nanovllm.build import Built, build
 from nanovllm.checkpoint import find
 from nanovllm.config import EngineConfig, configure_logging
 from nanovllm.engine import LLMEngine
-from nanovllm.errors import ConfigError, EngineError, RequestError, unknown_option
+from nanovllm.errors import ConfigError, EngineError, RequestError, nearest, unknown_option
 from nanovllm.interrupts import HeldBack, no_collection, old_objects_kept
 from nanovllm.loader import update_weights
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import Prompt, TokensPrompt, as_list, built_options, one_each, parse
+from nanovllm.prompts import Prompt, TokensPrompt, as_list, built_options, one_each, parse, where
 from nanovllm.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Message, Tokenizer
@@ -37,6 +37,8 @@ BEAM_SEARCH = "nanovllm.beam_search:beam_search"
 SCORE = "nanovllm.scoring:score"
 TRACE = "nanovllm.trace.file:open_trace"
 """What records, for ``trace`` and ``live``."""
+CALL = {"sampling_params", "use_tqdm", "priority"}
+"""What a call takes beside its prompts or messages."""
 
 Priority = int | Sequence[int] | None
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -143,8 +145,8 @@ class LLM(AbstractContextManager["LLM"]):
         return list(self._metrics.read(per_replica=per_replica))
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *,
-        use_tqdm: bool | Callable[..., Any] = True, priority: Priority = None, **vllm: Any,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True, *, priority: Priority = None, **vllm: Any,
     ) -> list[RequestOutput]:  # fmt: skip
         """Continue each prompt. Results come in the order of the prompts; one prompt gives a list of one.
 
@@ -160,7 +162,7 @@ class LLM(AbstractContextManager["LLM"]):
         Ctrl-C included, the requests of this call are aborted, and the engine can go on.
         """
         if unknown := built_options(vllm):
-            raise unknown_option("generate", min(unknown), ("sampling_params", "use_tqdm", "priority"))
+            raise unknown_option("generate", min(unknown), CALL)
         return self._finish(as_list(prompts), sampling_params, priority, use_tqdm)[1]
 
     def chat(
@@ -213,7 +215,7 @@ class LLM(AbstractContextManager["LLM"]):
         if wrong := sorted(set(options) - known) or sorted(set(variables) & {*known, "messages"}):
             raise RequestError(
                 f"chat has no option {wrong[0]!r}, or it was not given as one; chat_template_kwargs holds a template's "
-                "own variables, and no others.", parameter=wrong[0],
+                f"own variables and no others.{nearest(wrong[0], (known | CALL) - set(variables))}", parameter=wrong[0],
             )  # fmt: skip
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, **options, **variables)
@@ -300,8 +302,8 @@ class LLM(AbstractContextManager["LLM"]):
                         None, tokens, each[place], prompt=text, priority=order[place], cache_salt=salt, stream=stream
                     )
                 except RequestError as error:
-                    where = f"prompt {place} of {number}: " if number > 1 else ""
-                    raise RequestError(f"{where}{error}", parameter=error.parameter, value=error.value) from error
+                    about = f"{where(place, number)}{error}"
+                    raise RequestError(about, parameter=error.parameter, value=error.value) from error
                 added.append(request)
         except BaseException:
             self._abort(added)
@@ -310,7 +312,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, Sequence[int], str]]:
         """Return (text, token ids, cache salt) of each prompt; texts are encoded together."""
-        parsed = [parse(prompt) for prompt in prompts]
+        parsed = [parse(prompt, where(place, len(prompts))) for place, prompt in enumerate(prompts)]
         texts = [text for text, tokens, _ in parsed if tokens is None and text is not None]
         encoded = iter(self.get_tokenizer().encode_batch(texts) if texts else ())
         return [(text, next(encoded) if tokens is None else tokens, salt) for text, tokens, salt in parsed]

@@ -39,10 +39,16 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
-def parse(prompt: Any) -> tuple[str | None, Sequence[int] | None, str]:
+def where(place: int, number: int) -> str:
+    """Begin a message about one prompt of many."""
+    return f"prompt {place} of {number}: " if number > 1 else ""
+
+
+def parse(prompt: Any, about: str = "") -> tuple[str | None, Sequence[int] | None, str]:
     """Return (text, token ids, cache salt) of one prompt; text or ids may be None, not both.
 
-    Raises RequestError for anything that is no prompt. What the ids hold is checked by the engine.
+    Raises RequestError, which begins with ``about``, for anything that is no prompt.
+    What the ids hold is checked by the engine.
     """
     if isinstance(prompt, str):
         return prompt, None, ""
@@ -54,11 +60,10 @@ def parse(prompt: Any) -> tuple[str | None, Sequence[int] | None, str]:
     elif not isinstance(prompt, Mapping) and prompt is not None and _is_ids(prompt):
         return None, prompt, ""
     raise RequestError(
-        f"a prompt is {shown(prompt)}; it must be a str, a list of token ids, a dict with 'prompt', or one with "
-        "'prompt_token_ids'.",
-        parameter="prompts",
-        value=prompt,
-    )
+        f"{about}a prompt is {shown(prompt)}; it must be a str, a list of token ids (an array's .tolist()), or a dict "
+        "with 'prompt' or 'prompt_token_ids', perhaps a 'cache_salt' of text, and no other keys.",
+        parameter="prompts", value=prompt,
+    )  # fmt: skip
 
 
 def one_each(name: str, given: Any, number: int, kind: type) -> list[Any]:
@@ -72,9 +77,8 @@ def one_each(name: str, given: Any, number: int, kind: type) -> list[Any]:
     if len(given) != number:
         raise RequestError(
             f"{name} has {len(given)} entries for {number} prompts; give one for each, or a single one for all.",
-            parameter=name,
-            value=len(given),
-        )
+            parameter=name, value=len(given),
+        )  # fmt: skip
     return list(given)
 
 

@@ -47,9 +47,11 @@ FAILED, BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; ``argv`` defaults to the arguments of the process."""
     started = time.perf_counter()
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # whoever started us has closed it
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it is there until the end
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  it is there until the end
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # in the C locale Python would let bytes pass that are no text
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
     args = _parser().parse_args(argv)

@@ -9,6 +9,7 @@ from types import FrameType
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.arguments import sampling_options
+from nanovllm.cli.generate import no_text
 from nanovllm.cli.opening import open_llm
 from nanovllm.errors import RequestError
 
@@ -53,6 +54,8 @@ def turns() -> Iterator[str]:
             interrupted = True
             print("\n(Ctrl-C once more, or Ctrl-D, leaves)")
             continue
+        except UnicodeDecodeError as error:
+            raise no_text(error) from error
         interrupted = False
         if said == "/exit":
             return

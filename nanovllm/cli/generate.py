@@ -54,16 +54,23 @@ def answers(llm: LLM, prompts: list[str], params: SamplingParams, args: argparse
 
 
 def read_prompts(lines: TextIO) -> list[str]:
-    """Return one prompt a line, without the line ends and the empty lines."""
+    """Return one prompt a line, without the line ends, the empty lines and an editor's mark at the beginning."""
     if lines.isatty():
         print("prompts, one a line; Ctrl-D ends them:", file=sys.stderr)
     try:
-        return [line.rstrip("\r\n") for line in lines if line.strip()]
+        found = list(lines)
     except UnicodeDecodeError as error:
-        raise RequestError(
-            f"standard input holds the byte {error.object[error.start]:#04x}, which is no {error.encoding}; "
-            "prompts must be text in that encoding. Convert the file first, for instance with iconv."
-        ) from error
+        raise no_text(error) from error
+    found[:1] = [line.removeprefix("\ufeff") for line in found[:1]]
+    return [line.rstrip("\r\n") for line in found if line.strip()]
+
+
+def no_text(error: UnicodeDecodeError) -> RequestError:
+    """Say that standard input holds bytes that are no text."""
+    return RequestError(
+        f"standard input holds the byte {error.object[error.start]:#04x}, which is no {error.encoding}; "
+        "prompts must be text in that encoding. Convert the file first, for instance with iconv."
+    )
 
 
 def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:

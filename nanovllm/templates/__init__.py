@@ -70,6 +70,7 @@ def render(
             parameter="messages", value=messages,
         )  # fmt: skip
     messages = [_checked(message) for message in messages]
+    _check_tools(tools, source)
     given = {
         "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens,
@@ -258,6 +259,12 @@ def _checked(message: Message) -> dict[str, Any]:
             parameter="messages", value=message,
         )  # fmt: skip
     content = message.get("content")
+    if "content" not in message and "tool_calls" not in message:
+        raise RequestError(
+            f"a message has no 'content', but {', '.join(map(repr, message))}; it must be a dict like "
+            '{"role": "user", "content": "..."}.',
+            parameter="messages", value=message,
+        )  # fmt: skip
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
@@ -267,6 +274,21 @@ def _checked(message: Message) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise RequestError(f"content is {content!r}; it must be text.", parameter="messages", value=content)
     return {**message, "content": content or ""}
+
+
+def _check_tools(tools: object, source: object) -> None:
+    """Refuse tools that are none, or that the model would never hear of."""
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RequestError(
+            f"tools is {shown(tools)}; it must be a list of dicts, each of which describes one.",
+            parameter="tools", value=tools,
+        )  # fmt: skip
+    if tools and isinstance(source, str) and "tools" not in source:
+        raise RequestError(
+            f"tools has {len(tools)} entries, and this model's chat template shows no tools, so it would not hear of "
+            "them. Leave them away, describe them in a message, or give a template that does with chat_template=...",
+            parameter="tools", value=tools,
+        )  # fmt: skip
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

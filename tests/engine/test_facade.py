@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import sample_seed
@@ -87,6 +88,30 @@ def test_what_is_no_prompt_is_refused(open_llm, tiny, bad):
         run(llm, bad)
     tiny.assert_idle(llm)
     assert run(llm, PROMPTS[0])[0].finished
+
+
+@pytest.mark.parametrize("bad", [None, {"promt": "x"}, {"prompt": "x", "cache_salt": 3}, b"x", 0.5])
+def test_what_is_no_prompt_among_others_is_named_by_its_place_too(open_llm, tiny, bad):
+    llm = open_llm()
+    with pytest.raises(RequestError, match="^prompt 2 of 4: a prompt is .*no other keys") as caught:
+        run(llm, [PROMPTS[0], PROMPTS[1], bad, PROMPTS[3]])
+    assert caught.value.parameter == "prompts" and caught.value.value == bad
+    with pytest.raises(RequestError, match="^a prompt is"):
+        run(llm, [bad])
+    tiny.assert_idle(llm)
+
+
+def test_an_array_is_told_how_to_become_a_prompt(open_llm):
+    for array in (torch.tensor([1, 2, 3]), [torch.tensor([1, 2, 3])], {"prompt_token_ids": torch.tensor([1])}):
+        with pytest.raises(RequestError, match=r"a prompt is .*tensor.*\.tolist\(\)"):
+            run(open_llm(), array)
+
+
+def test_the_progress_bar_may_be_switched_off_in_third_place(open_llm, capsys):
+    """As in nano-vllm."""
+    llm = open_llm()
+    assert tokens_of(llm.generate(PROMPTS[0], GREEDY, False)) == tokens_of(run(llm, PROMPTS[0], GREEDY))
+    assert "Processed prompts" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [[], "", [-1], [259], [10**12], [True], [1, "a"], [1.0], [0] * 256, [0] * 300])
@@ -392,6 +417,14 @@ def test_what_the_call_decides_cannot_come_with_the_templates_variables(open_llm
     assert caught.value.parameter == name
     with pytest.raises(RequestError, match="chat has no option 'enable_thinking'"):
         open_llm().chat(talk, GREEDY, enable_thinking=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("chat_templat", "chat_template"), ("tool", "tools"), ("sampling_param", "sampling_params")]
+)
+def test_an_option_that_chat_does_not_have_is_refused_with_the_nearest_name(open_llm, wrong, right):
+    with pytest.raises(RequestError, match=f"chat has no option '{wrong}'.* Did you mean '{right}'"):
+        open_llm().chat([{"role": "user", "content": "x"}], **{wrong: None})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm import build
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CheckpointError, ConfigError
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -69,6 +69,18 @@ def test_a_step_has_more_tokens_on_a_large_gpu(device, memory, options, tokens, 
 def test_cuda_without_cuda_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"device is 'cuda', which cannot be used here \(.+\)\. Use 'auto' or 'cpu'"):
         build.plan(EngineConfig(model="folder", device="cuda"), SimpleNamespace(config=LLAMA))
+
+
+def test_a_device_that_is_neither_a_cpu_nor_cuda_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match=r"device is 'meta', which cannot be used here \(.+\)\. Use 'auto' or 'cpu'"):
+        build.plan(EngineConfig(model="folder", device="meta"), SimpleNamespace(config=LLAMA))
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma3ForConditionalGeneration"])
+def test_a_family_that_is_not_built_is_named_and_not_the_sizes_that_it_calls_otherwise(name):
+    """GPT-2 has ``n_embd``, models of pictures and text have their sizes in ``text_config``."""
+    with pytest.raises(CheckpointError, match=f"no model is built for architecture '{name}'; known are Llama"):
+        build.plan(EngineConfig(model="folder"), SimpleNamespace(config={"architectures": [name], "n_embd": 768}))
 
 
 def test_the_backend_is_asked_with_the_facts_of_model_and_cache(monkeypatch):

@@ -31,6 +31,13 @@ def test_a_path_is_a_name_too():
     assert EngineConfig.from_options(Path("a") / "b", {}).model == str(Path("a") / "b")
 
 
+@pytest.mark.parametrize("model", [None, 3, b"folder"])
+def test_what_is_no_name_of_a_model_is_refused(model):
+    with pytest.raises(ConfigError, match="model is .*it must be of type str") as caught:
+        EngineConfig.from_options(model, {})
+    assert caught.value.parameter == "model" and caught.value.value == model
+
+
 def test_a_config_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
         options().max_num_seqs = 3

@@ -161,10 +161,28 @@ def test_what_we_raise_on_purpose_is_one_line_and_status_2(engine, capsys, monke
     assert message in err
 
 
-def test_input_that_is_no_text_is_refused(engine, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\xff\n"), encoding="utf-8"))
-    assert main(["generate"]) == 2
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is Python's own where LC_ALL=C
+def test_input_that_is_no_text_is_refused(engine, capsys, monkeypatch, command, errors):
+    given = io.TextIOWrapper(io.BytesIO(b"fine\n\xff\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main([command]) == 2
     assert "0xff, which is no utf-8" in capsys.readouterr().err
+
+
+def test_the_mark_with_which_some_editors_begin_a_file_is_no_part_of_a_prompt(engine, capsys, monkeypatch):
+    given = io.TextIOWrapper(io.BytesIO("\ufeffone\r\n\ufefftwo\r\n".encode()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main(["generate", "--quiet"]) == 0
+    assert capsys.readouterr().out == "one!\n\ufefftwo!\n"
+
+
+@pytest.mark.parametrize(("name", "status", "words"), [("generate", 2, "0 prompts"), ("chat", 0, "loaded in")])
+def test_standard_input_may_be_closed(engine, capsys, monkeypatch, name, status, words):
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
+    assert main([name]) == status
+    sys.stdin.close()
+    assert words in "".join(capsys.readouterr())
 
 
 def test_options_of_the_engine_are_passed_on_and_read_as_json(engine, capsys):

@@ -64,6 +64,7 @@ def test_the_final_message_is_continued():
         (5, "a conversation is a list"), (["hi"], "must be a dict"), ([{"content": "hi"}], "must be a dict"),
         ([{"role": 5, "content": "hi"}], "must be a dict"), ([{"role": "user", "content": 5}], "must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "only text is supported"),
+        ([{"role": "user", "contents": "hi"}], "has no 'content'"), ([{"role": "user"}], "has no 'content'"),
     ],
     ids=str,
 )  # fmt: skip
@@ -71,6 +72,22 @@ def test_what_is_no_conversation(messages, rule):
     with pytest.raises(RequestError, match=rule) as caught:
         render(messages=messages)
     assert caught.value.parameter == "messages"
+
+
+def test_a_message_that_calls_tools_needs_no_content():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert render("{{ messages[0].tool_calls[0].function.name }}{{ messages[0].content }}", [call]) == "f"
+
+
+def test_tools_are_a_list_that_the_template_shows():
+    with pytest.raises(RequestError, match="this model's chat template shows no tools.*chat_template=") as caught:
+        render("{{ messages[0].content }}", tools=[{"name": "f"}])
+    assert caught.value.parameter == "tools"
+    assert render("{{ messages[0].content }}", tools=[]) == render("{{ messages[0].content }}", tools=None) == "hi"
+    for wrong in (3, "f", {"name": "f"}, ["f"]):
+        with pytest.raises(RequestError, match="tools is .*must be a list of dicts") as caught:
+            render(tools=wrong)
+        assert caught.value.parameter == "tools" and caught.value.value == wrong
 
 
 def test_a_model_without_a_template():
