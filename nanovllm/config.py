@@ -41,7 +41,8 @@ LEAST = dict.fromkeys(
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "quantization": (None,), "pipeline_parallel_size": (1,), "distributed_executor_backend": (None,),
     "tokenizer_revision": (None,), "override_generation_config": (None, {}), "speculative_config": (None,),
-    "enable_lora": (False,), "enable_sleep_mode": (False,), "cpu_offload_gb": (0,),
+    "enable_lora": (False,), "enable_sleep_mode": (False,), "cpu_offload_gb": (0,), "tokenizer_mode": ("auto",),
+    "limit_mm_per_prompt": (None, {}),
 }  # fmt: skip
 """Options of vLLM that are not built: any value but these, which ask for nothing, is refused, not ignored."""
 

@@ -53,6 +53,15 @@ class Tokenizer:
         """Tokens with a text, added ones included; a model's own vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that the tokenizer names as end of text, as transformers calls it; None if it names none."""
+        return next(iter(self.eos_token_ids), None)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return the id of one token, written as the vocabulary has it (``<|eot_id|>``); None if it has no such one."""
+        return self.backend.token_to_id(token)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, with the BOS token where the model wants one."""
         try:

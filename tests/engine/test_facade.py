@@ -6,6 +6,7 @@ import shutil
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import sample_seed
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, UnknownOptionError
+from nanovllm.tokenizer import Tokenizer, TokenizerParts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[72, 101, 108], [5], [9] * 17, [1, 2, 3, 4, 5, 6, 7, 8]]
@@ -57,6 +59,16 @@ def test_no_prompts(open_llm):
     assert run(llm, []) == []
     assert run(llm, [], []) == []
     assert list(llm.stream([])) == []
+
+
+def test_the_tokenizer_names_ends_and_single_tokens_as_transformers_does(open_llm):
+    tokenizer = open_llm().get_tokenizer()
+    assert tokenizer.eos_token_id == (tokenizer.eos_token_ids or (None,))[0]
+    token = tokenizer.encode("a")[-1]
+    assert tokenizer.convert_tokens_to_ids(tokenizer.backend.id_to_token(token)) == token
+    assert tokenizer.convert_tokens_to_ids("no such token") is None
+    parts = TokenizerParts(backend=tokenizer.backend, eos_token_ids=(7, 5))
+    assert (Tokenizer(parts).eos_token_id, Tokenizer(replace(parts, eos_token_ids=())).eos_token_id) == (7, None)
 
 
 def test_every_form_of_a_prompt(open_llm):
