@@ -4,11 +4,11 @@ Only ``llm`` and the command line import this file, and it imports everything el
 """
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -267,11 +267,11 @@ def _spare_bytes(config: EngineConfig, facts: Plan, working: int | None) -> int:
             working = facts.max_num_batched_tokens * widest * 8 * facts.dtype.itemsize
             working += config.max_num_seqs * model.vocab_size * 4 * 4  # logits and their copies in float32
         return int(free - (1 - config.gpu_memory_utilization) * total) - working
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on this system
+    try:  # what can be had: free memory alone is little where the system has files in the rest of it
+        words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+        return min(CPU_CACHE_BYTES, 1024 * int(words[words.index("MemAvailable:") + 1]) // 2)
+    except (ValueError, OSError):  # another system
         return CPU_CACHE_BYTES
-    return min(CPU_CACHE_BYTES, available // 2)
 
 
 def _device(name: str) -> torch.device:

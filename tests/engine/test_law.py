@@ -295,7 +295,7 @@ class Lab:
             blocks.check()
             step += 1
             assert step < 3000, "the work does not end"
-        assert blocks.num_held == 0 and not scheduler.running and not scheduler.waiting and not scheduler.held
+        assert blocks.num_held == 0 and not scheduler.running and not scheduler.waiting
         counts["preemptions"] += scheduler.num_preemptions
         counts["evictions"] += blocks.num_evictions
         self.late = None

@@ -1,5 +1,6 @@
 """What options, checkpoint and machine come to: types, and the attention backend that they allow."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from nanovllm import build
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.kv_cache import bytes_per_token
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -63,6 +65,26 @@ def test_a_cpu_is_not_asked_for_its_compute_capability(monkeypatch):
 )  # fmt: skip
 def test_a_step_has_more_tokens_on_a_large_gpu(device, memory, options, tokens, monkeypatch):
     assert plan_on(device, monkeypatch, memory=memory, **options).max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "given"),
+    [
+        ("MemTotal: 9000000 kB\nMemFree:     100 kB\nMemAvailable: 2000000 kB\n", 1_024_000_000),
+        ("MemTotal: 90000000 kB\nMemFree:     100 kB\nMemAvailable: 80000000 kB\n", build.CPU_CACHE_BYTES),
+        ("MemTotal: 9000000 kB\nMemFree:     100 kB\n", build.CPU_CACHE_BYTES),
+        (None, build.CPU_CACHE_BYTES),
+    ],
+)
+def test_on_a_cpu_memory_full_of_cached_files_can_be_had(meminfo, given, tmp_path, monkeypatch):
+    """``MemFree`` is next to nothing on a machine that has been up for long."""
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+    monkeypatch.setattr(build, "Path", lambda name: tmp_path / Path(name).name)
+    facts = plan_on(CPU, monkeypatch)
+    per_block = bytes_per_token(facts.model, facts.cache_dtype) * facts.block_size
+    options = EngineConfig.from_options("folder", {"max_num_seqs": 10**9, "max_model_len": 64})
+    assert build.cache_blocks(options, facts) == given // per_block
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
