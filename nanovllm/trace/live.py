@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 SECONDS = 0.1
 """Between two looks at what is new."""
+STILL_SECONDS = 2.0
+"""After so long without change, once the recording is full, what the engine does is said once more: that it rests."""
 QUIET_SECONDS = 10.0
 """After so long without news a comment is sent, which finds out whether anyone is still there."""
 WRITE_SECONDS = 10.0
@@ -53,7 +55,8 @@ class Follower:
         self._recorder = recorder
         self._num_steps = self._num_requests = self._num_changes = self._dropped = 0
         self._ids: set[int] = set()
-        self._began = False
+        self._now: dict[str, float] = {}
+        self._rests = self._began = False
         self.behind = False
         """Whether there was more to say than the last message holds."""
 
@@ -86,11 +89,22 @@ class Follower:
             message.append(f'"steps":[{",".join(steps)}]')
         if dropped != self._dropped:
             message.append(f'"dropped_steps":{dropped}')
+        if dropped and not self.behind and (now := self._changed()):
+            message.append(f'"now":{dump(now)}')
         self._began, self._dropped = True, dropped
         self._ids |= ids
         if message and self.behind:
             message.append('"behind":true')
         return "{" + ",".join(message) + "}" if message else ""
+
+    def _changed(self) -> dict[str, float]:
+        """Return what the engine does, if that has changed since it was told, or has not for long; else nothing."""
+        last, now = self._now, self._recorder.now()
+        rests = bool(last) and now == {**last, "seconds": now["seconds"]}
+        if rests and (self._rests or now["seconds"] - last["seconds"] < STILL_SECONDS):
+            return {}
+        self._now, self._rests = now, rests
+        return now
 
     def _arrived(self) -> tuple[list[dict[str, Any]], set[int]]:
         """Return rows of requests not sent before, and their tokens."""

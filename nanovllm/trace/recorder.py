@@ -84,9 +84,9 @@ class Recorder(Observer):
     when the engine is closed. ``candidates``: whether what requests get as log-probabilities are some.
 
     Memory: ``max_bytes`` of JSON and ``max_steps`` steps. When either is reached, no more steps are recorded, which the
-    log says once; those kept are complete, and ``dropped_steps`` counts the others. It records what is computed anyway
-    and changes nothing: candidates only of requests that asked for ``logprobs``. Cost on the engine's thread:
-    bench/recording.py measures it.
+    log says once; those kept are complete, and ``dropped_steps`` counts the others, ``prompt_tokens`` and
+    ``drawn_tokens`` what they computed. It records what is computed anyway and changes nothing: candidates only of
+    requests that asked for ``logprobs``. Cost on the engine's thread: bench/recording.py measures it.
     """
 
     def __init__(
@@ -142,6 +142,10 @@ class Recorder(Observer):
         self._full = self._closed = False
         self.dropped_steps = 0
         """Steps that came after the limit was reached."""
+        self.prompt_tokens = self.drawn_tokens = 0
+        """Tokens of prompts that those steps computed, and tokens that they drew, as far as they are settled."""
+        self._late = 0  # draws under way of requests that have ended: they will be dropped
+        self._cut = True  # whether a prompt may have been, so that what is left of it stands anywhere in the next step
 
     def on_arrival(self, request: Request) -> None:
         """Write down who came, with what."""
@@ -169,12 +173,15 @@ class Recorder(Observer):
             elif self._full:  # a later one is settled, so those that are recorded and not settled never will be
                 while self._under_way:
                     self._fail(self._under_way.popleft(), INTERRUPTED)
+                self._count(output.spans)
             self._leave_if_full()
 
     def on_failure(self, output: SchedulerOutput, error: Exception) -> None:
         """Write down that nothing came of a step, and why."""
         with self._writing():
             step = next((each for each in self._under_way if each.output is output), None)
+            if step is None and self._full:  # its draws are late now, or will be when their requests end
+                self._late -= sum([span.samples for span in output.spans])  # and never come
             if step is not None:
                 self._under_way.remove(step)
                 self._fail(step, f"{type(error).__name__}: {error}")
@@ -183,6 +190,10 @@ class Recorder(Observer):
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
         with self._writing():
+            if self._full:
+                recorded = [span for step in self._under_way if step.output for span in step.output.spans]
+                self._late += request.num_pending_tokens
+                self._late -= sum([span.samples for span in recorded if span.request is request])
             if self._blocks.journal:
                 done, settled = Status.FINISHED, self._settled
                 ended = [] if settled is None else [each for each in settled.requests if each.status is done]
@@ -229,6 +240,21 @@ class Recorder(Observer):
     def tail(self) -> list[int]:
         """What has become of blocks since the last step was decided."""
         return self._ledger.events
+
+    def now(self) -> dict[str, float]:
+        """Return what the engine does and has done since the recording is full. Any thread may ask, and waits for none.
+
+        The engine may be amid a step: numbers of blocks may then be a few apart.
+        """
+        return {
+            "seconds": round(time.perf_counter() - self._start, 3),
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+            "held": self._blocks.num_held,
+            "cached": len(self._blocks._cached),
+            "prompt_tokens": self.prompt_tokens,
+            "drawn_tokens": self.drawn_tokens,
+        }
 
     def flush(self) -> None:
         """Show those who watch what is settled; any thread may ask. Nothing happens while the engine writes."""
@@ -380,6 +406,24 @@ class Recorder(Observer):
         self._run.append(step)
         if len(self._run) == MOST_STEPS or times[-1] - self._written > SECONDS * 1e6:
             self._flush()
+
+    def _count(self, spans: Sequence[Span]) -> None:
+        """Count what a step did that is not recorded: most cost the same, however many requests they are of.
+
+        Of a decision the last span alone may draw nothing, and prompts stand at the end; behind them, of those that
+        were preempted, who found all but one token in the cache.
+        """
+        whole, self._cut = self._cut, not spans[-1].samples
+        draws = len(spans) - self._cut
+        late = min(self._late, draws)
+        self._late -= late
+        self.drawn_tokens += draws - late
+        for span in reversed(spans):
+            prompt = len(span.request.prompt_token_ids)
+            if span.start < prompt:
+                self.prompt_tokens += min(span.stop, prompt) - span.start
+            elif not (whole or span.request.num_preemptions):
+                break
 
     def _fail(self, step: Taken, message: str) -> None:
         assert step.output is not None, "a step that is settled has not failed"

@@ -33,6 +33,7 @@ class Screen:
         self._readers: dict[int, list[int]] = {}  # requests that have taken a block and not given it back yet
         self._recent: deque[tuple[int, int]] = deque()  # when a step was settled, and what it drew
         self._num_steps = self._num_preempted = self._num_dropped = 0
+        self._now: dict[str, Any] = {}  # once the recording is full
 
     def read(self, message: dict[str, Any]) -> None:
         """Take in a message; an empty one says that nothing has happened for a while."""
@@ -60,21 +61,36 @@ class Screen:
                     readers.append(place)
                 elif code == FREE:
                     readers.remove(place)
+        if "now" in message:
+            now, before = message["now"], self._now.get("drawn_tokens", 0)
+            self._recent.append((round(now["seconds"] * 1e6), now["drawn_tokens"] - before))
+            self._now = now
         while self._recent and self._recent[-1][0] - self._recent[0][0] > WINDOW:
             self._recent.popleft()
 
     def text(self) -> str:
         """Return it as lines."""
+        blocks = self._engine.get("num_blocks", 0)
+        name = printable(str(self._engine.get("model")))
+        model = f"{name} on {self._engine.get('device_name')}, {self._engine.get('dtype')}"
+        if self._now:
+            used, cached = self._now["held"], self._now["cached"]
+            return "\n".join([
+                model,
+                f"running {self._now['running']}  waiting {self._now['waiting']}  "
+                f"steps {self._num_steps + self._num_dropped}",
+                f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%}), {cached} cached",
+                "",
+                f"the recording is full: {self._num_dropped} steps are not in it, and nobody knows by name who runs",
+            ])  # fmt: skip
         alive = {place for place, row in enumerate(self._requests) if row["ended"] is None}
         running = [place for place in self._running if place in alive]
         waiting = len(alive) - len(running)
         # that a request gave its blocks back is told with the next step, and there may be none
         reading = alive | {NOBODY}
         used = sum(not reading.isdisjoint(readers) for readers in self._readers.values())
-        blocks = self._engine.get("num_blocks", 0)
-        model = printable(str(self._engine.get("model")))
         lines = [
-            f"{model} on {self._engine.get('device_name')}, {self._engine.get('dtype')}",
+            model,
             f"running {len(running)}  waiting {waiting}  ended {len(self._requests) - len(alive)}  "
             f"steps {self._num_steps}  preempted {self._num_preempted}",
             f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%})",
@@ -89,8 +105,6 @@ class Screen:
             lines.append(f"{name:>{WIDTH}} " + " ".join(f"{number:>7}" for number in numbers))
         if len(running) > MOST_ROWS:
             lines.append(f"{f'and {len(running) - MOST_ROWS} more':>{WIDTH}}")
-        if self._num_dropped:
-            lines += ["", f"the recording is full: the {self._num_dropped} steps since are not in this picture"]
         return "\n".join(lines)
 
     def _rate(self) -> float:

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { BlockMap, Timeline } from "./charts";
 import { RequestPanel, Story } from "./panels";
 import { JUMPS, SPEEDS, type Jump, type Player, type Speed } from "./player";
-import { count, nameOf, percent, time, whole } from "./words";
+import { count, doingNow, nameOf, percent, time, whole } from "./words";
 
 export function App({ player }: { player: Player }) {
   const [, draw] = useState(0);
@@ -162,9 +162,9 @@ function Search({ player }: { player: Player }) {
 }
 
 function Notices({ player }: { player: Player }) {
-  const { dropped_steps, steps, requests } = player.replay.recording;
-  const notices: string[] = [];
-  if (dropped_steps) notices.push(`${count(dropped_steps, "step is", "steps are")} missing: the recorder's limit was reached. What is shown is exact for the steps that are here.`);
+  const { engine, dropped_steps, steps, requests } = player.replay.recording;
+  const notices: string[] = [], now = player.live && player.connected && !player.closed && player.nows.length > 0;
+  if (dropped_steps && !now) notices.push(`${count(dropped_steps, "step is", "steps are")} missing: the recorder's limit was reached. What is shown is exact for the steps that are here.`);
   if (!steps.length && !player.live) notices.push(requests.length ? "No step was recorded: the requests were never computed." : "This recording is empty: no request came while it ran.");
   if (player.closed) notices.push("The engine is closed: this is all that it did.");
   else if (player.live && !player.connected) notices.push("The connection to the engine is lost; what came before is still here. It is tried again by itself.");
@@ -175,7 +175,14 @@ function Notices({ player }: { player: Player }) {
     const timer = setTimeout(() => { player.notice = ""; player.changed(); }, 2500);
     return () => clearTimeout(timer);
   }, [player.notice]);
-  return <div class="notices" role="status">{notices.map((text) => <p key={text}>{text}</p>)}</div>;
+  return (
+    <div class="notices">
+      {now && dropped_steps ? ( // not a status: nobody wants to hear it read ten times a second
+        <p class="doing">The recording is full: {count(dropped_steps, "step is", "steps are")} not in it. Now: {doingNow(player.nows, engine.num_blocks)}</p>
+      ) : null}
+      <div role="status">{notices.map((text) => <p key={text}>{text}</p>)}</div>
+    </div>
+  );
 }
 
 function Hint({ player }: { player: Player }) {

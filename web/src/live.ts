@@ -17,16 +17,20 @@
  *     steps          steps settled since the last message, in order. ``request`` and ``step`` are counted as in a
  *                    recording, so from the stream's own first step.
  *     dropped_steps  the number of steps that the server could not send, whenever it changes
+ *     now            once the recording is full, about ten times a second while it changes, and again when it has not for
+ *                    two seconds: ``seconds`` since the recording began; how many requests are ``running`` and
+ *                    ``waiting``, how many blocks ``held`` and ``cached``; ``prompt_tokens`` computed and
+ *                    ``drawn_tokens`` in the dropped steps
  *     behind         true: more is on its way already, as when a viewer comes late and is sent what has been
  *
  * An event of the name "end" is the last one: the engine is closed. It has the ``tail`` of the recording.
  *
  * Facts are read before steps, whatever their order in the message. Whoever joins late gets, as the first events of the
- * first step's ``blocks``, those that bring all blocks to where they are. After MOST_STEPS steps the page takes no more.
+ * first step's ``blocks``, those that bring all blocks to where they are. Of more than MOST_STEPS steps the page takes none.
  */
 
 import { check, empty, showTail, Unreadable, VERSION, type Engine, type RequestFacts, type Step } from "./format";
-import type { Player } from "./player";
+import type { Now, Player } from "./player";
 import { Replay } from "./replay";
 import { Axis } from "./timeline";
 
@@ -34,7 +38,7 @@ export const MOST_STEPS = 50_000;
 
 export interface Message {
   engine?: Engine; version?: number; texts?: Record<string, string>; requests?: (Partial<RequestFacts> & { index: number })[];
-  steps?: Step[]; dropped_steps?: number; tail?: number[];
+  steps?: Step[]; dropped_steps?: number; now?: Now; tail?: number[];
 }
 
 /** Read messages for as long as the page is open. ``fail`` hears of what cannot be shown. */
@@ -61,7 +65,7 @@ export function listen(address: string, player: Player, fail: (error: Error) => 
   source.onmessage = (event) => {
     try {
       receive(player, JSON.parse(event.data) as Message);
-      if (player.replay.length >= MOST_STEPS) {
+      if (player.replay.length > MOST_STEPS) {
         source.close();
         player.connected = true;
         player.notice = "This page holds as many steps as it can; reload it to go on from now.";
@@ -80,11 +84,12 @@ export function receive(player: Player, message: Message): void {
     player.replay = new Replay(recording);
     player.axis = new Axis(player.replay, player.axis.mode);
     player.view.fit(player.axis);
-    [player.cursor, player.selected] = [0, -1];
+    [player.cursor, player.selected, player.nows] = [0, -1, []];
   }
   const { replay } = player, { recording } = replay;
   Object.assign(recording.texts, message.texts);
   if (message.dropped_steps !== undefined) recording.dropped_steps = message.dropped_steps;
+  if (message.now) player.hear(message.now);
   for (const { index, ...facts } of message.requests ?? []) {
     const known = recording.requests[index];
     if (!known && index !== recording.requests.length)

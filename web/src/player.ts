@@ -11,6 +11,13 @@ export type Jump = "preempted" | "evicted" | "hits" | "finished" | "arrivals";
 
 export interface Hint { x: number; y: number; lines: string[]; }
 
+/** What an engine does whose recording is full; see live.ts. */
+export interface Now {
+  seconds: number; running: number; waiting: number; held: number; cached: number; prompt_tokens: number; drawn_tokens: number;
+}
+/** Seconds that a rate is taken from. */
+const WINDOW = 1.5;
+
 export class Player {
   cursor = 0;
   selected = -1;
@@ -27,6 +34,8 @@ export class Player {
   connected = true;
   /** Whether the engine that is watched has been closed. */
   closed = false;
+  /** What the engine has said of itself lately, since the recording is full. */
+  nows: Now[] = [];
   notice = "";
   private watchers = new Set<() => void>();
   private since = 0; // when the last step was shown
@@ -148,6 +157,10 @@ export class Player {
     if (named.length) return named;
     return this.replay.lives.filter((life) =>
       `${spell(life.facts.prompt, texts).join("")}\n${life.facts.text}`.toLowerCase().includes(wanted));
+  }
+
+  hear(now: Now): void {
+    this.nows = [...this.nows.filter((each) => now.seconds - each.seconds <= WINDOW), now];
   }
 
   say(hint: Hint | null): void {

@@ -1,6 +1,7 @@
 /** Numbers and steps in words. */
 
 import { EVICT, FREE, HOLD, TAKE, type Wait } from "./format";
+import type { Now } from "./player";
 import { DECODE, RECOMPUTE, SPAN, type Life, type Replay } from "./replay";
 
 export const MINUS = "−";
@@ -69,6 +70,14 @@ export function finish(life: Life): string {
   if (finish === "length" && life.drawn < max_tokens) return "it grew until the cache could hold no more of it";
   if (finish === "stop" && typeof stop === "string") return `it wrote its stop string ${JSON.stringify(stop)}`;
   return finish ? (FINISHES[finish] ?? finish) : "it goes on";
+}
+
+/** What an engine does whose recording is full, of what it has said lately. */
+export function doingNow(nows: Now[], blocks: number): string {
+  const [first, last] = [nows[0], nows.at(-1)!], passed = last.seconds - first.seconds;
+  const rate = (name: "drawn_tokens" | "prompt_tokens") => whole(passed ? Math.max(0, last[name] - first[name]) / passed : 0);
+  return `${whole(last.running)} running, ${whole(last.waiting)} waiting, ${whole(last.held)} of ${whole(blocks)} blocks in use, ` +
+    `${whole(last.cached)} cached, ${rate("drawn_tokens")} tokens/s and ${rate("prompt_tokens")} of prompts.`;
 }
 
 export type Kind = "arrive" | "preempt" | "admit" | "prefill" | "decode" | "evict" | "blocks" | "wait" | "end" | "fail";

@@ -38,12 +38,12 @@ class Ones:
         return lambda: [Sampled(1) if span.samples else None for span in output.spans]
 
 
-def decoding(num_requests, num_steps, prompt=5):
+def decoding(num_requests, num_steps, prompt=5, **limits):
     """An engine of so many requests that have gone so many steps, and its recorder."""
     blocks = BlockManager(num_requests * (num_steps + prompt + 100), 16)
     scheduler = Scheduler(blocks, max_num_seqs=num_requests + 1, max_num_batched_tokens=num_requests * prompt)
     engine = LLMEngine(scheduler, Ones(), Limits(max_model_len=10**6, vocab_size=10**5))
-    recorder = Recorder(engine, decode=str)
+    recorder = Recorder(engine, decode=str, **limits)
     engine.observers.append(recorder)
     for number in range(num_requests):
         engine.add_request(None, list(range(number, number + prompt)), SamplingParams(max_tokens=10**5))
@@ -245,8 +245,63 @@ def test_top_shows_that_nothing_happens_and_that_the_recording_is_full():
     assert " 0 tokens/s" not in f" {screen.text()}".replace("\n", " ") and "full" not in screen.text()
     screen.read({})
     assert "\n0 tokens/s" in screen.text()
-    screen.read({"dropped_steps": 7})
-    assert "the recording is full: the 7 steps since are not in this picture" in screen.text()
+
+
+def test_top_goes_on_when_the_recording_is_full():
+    engine, recorder = decoding(3, 40, max_steps=10)
+    follower, screen = Follower(recorder), top.Screen()
+    for message in told(follower):
+        screen.read(message)
+    lines = screen.text().splitlines()
+    assert lines[1] == "running 3  waiting 0  steps 40" and " blocks 9 of 435 (2%), 0 cached" in lines[2]
+    assert lines[-1] == "the recording is full: 30 steps are not in it, and nobody knows by name who runs"
+    screen.read({})
+    screen.read({"now": screen._now})
+    for _ in range(50):
+        engine.step()
+    now = json.loads(follower.news())
+    screen.read({**now, "now": now["now"] | {"seconds": screen._now["seconds"] + 0.5}})
+    assert "steps 90\n300 tokens/s" in screen.text(), "150 in half a second"
+    screen.read({"now": screen._now | {"seconds": screen._now["seconds"] + live_module.STILL_SECONDS}})
+    assert "\n0 tokens/s" in screen.text()
+    engine.close()
+
+
+def test_who_watches_a_full_recording_is_told_what_the_engine_does(monkeypatch):
+    engine, recorder = decoding(3, 10, max_steps=10)
+    follower = Follower(recorder)
+    assert not any("now" in message for message in told(follower)), "it is not full yet"
+    engine.add_request(None, list(range(7)), SamplingParams(max_tokens=2))
+    engine.add_request(None, [1], SamplingParams(max_tokens=5))
+    engine.step()
+    (message,) = told(follower)
+    now = message["now"]
+    seconds = now.pop("seconds")
+    assert message["dropped_steps"] == 1 and 0 < seconds < SECONDS
+    assert now == {"running": 4, "waiting": 1, "held": 4, "cached": 0, "prompt_tokens": 7, "drawn_tokens": 4}
+    assert follower.news() == "", "nothing has changed"
+    engine.step()
+    engine.step()
+    (message,) = told(follower)
+    assert message["now"]["seconds"] >= seconds and message["dropped_steps"] == 3
+    assert [message["now"][name] for name in ("running", "waiting", "prompt_tokens", "drawn_tokens")] == [4, 0, 8, 12]
+    for request_id in list(engine._requests):
+        engine.abort(request_id)
+    (message,) = told(follower)
+    assert [message["now"][name] for name in ("running", "waiting", "held", "drawn_tokens")] == [0, 0, 0, 12]
+    monkeypatch.setattr(live_module, "STILL_SECONDS", 0.0)
+    (again,) = told(follower)
+    assert again["now"]["seconds"] >= message["now"].pop("seconds") and again.keys() == {"now"}
+    assert again["now"] == message["now"] | {"seconds": again["now"]["seconds"]}, "that it rests"
+    assert follower.news() == "", "which is said once"
+    engine.close()
+
+
+def test_who_comes_late_is_told_what_was_before_what_is():
+    engine, recorder = decoding(20, 300, max_steps=250)
+    messages = told(Follower(recorder))
+    assert len(messages) > 2 and ["now" in message for message in messages] == [False] * (len(messages) - 1) + [True]
+    engine.close()
 
 
 def test_top_shows_samples_apart_and_names_as_they_can_be_shown():

@@ -22,8 +22,16 @@ from queue import Queue
 
 import pytest
 
+from nanovllm import SamplingParams
+from nanovllm.admission import Limits
+from nanovllm.block_manager import BlockManager
+from nanovllm.engine import LLMEngine
+from nanovllm.request import Sampled
+from nanovllm.scheduler import Scheduler
+from nanovllm.trace.live import Live
 from nanovllm.trace.page import render, render_live
 from nanovllm.trace.perfetto import label
+from nanovllm.trace.recorder import Recorder
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
@@ -778,5 +786,113 @@ def test_a_live_page_says_that_the_engine_is_closed_and_asks_no_more(browser):
         )
         browser.press("Home")
         assert browser.state()["cursor"] == 0 and "Request r0 arrives" in browser.text(".story")
+        browser.call("Page.navigate", url="about:blank")
+        server.shutdown()
+
+
+def serving(max_steps):
+    """An engine that takes a millisecond a step, with a recording of so many, and the server of its page."""
+    scheduler = Scheduler(BlockManager(4096, 16), max_num_seqs=4, max_num_batched_tokens=64)
+    engine = LLMEngine(scheduler, Slow(), Limits(max_model_len=10**6, vocab_size=100))
+    live = Live(0)
+    recorder = Recorder(
+        engine, facts={"model": "slow"}, decode=str, max_steps=max_steps, deliver=lambda recorder: live.close()
+    )
+    engine.observers.append(recorder)
+    live.begin(recorder)
+    return engine, live
+
+
+class Slow:
+    """A runner that draws the same token always, after a while."""
+
+    lookahead = 0
+
+    def submit(self, output):
+        time.sleep(0.001)
+        return lambda: [Sampled(1) if span.samples else None for span in output.spans]
+
+
+NOW = re.compile(
+    r"The recording is full: ([\d,]+) steps are not in it\. Now: (\d+) running, (\d+) waiting, "
+    r"([\d,]+) of 4,096 blocks in use, [\d,]+ cached, ([\d,]+) tokens/s and ([\d,]+) of prompts\."
+)
+
+
+def now(page):
+    """The numbers of the line that tells what the engine does."""
+    return [int(number.replace(",", "")) for number in NOW.fullmatch(page.text(".notices .doing")).groups()]
+
+
+@browsed
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_the_page_goes_on_when_the_recording_is_full(browser, tmp_path, width, dark):
+    engine, live = serving(30)
+    for _ in range(5):
+        engine.add_request(None, [1, 2, 3], SamplingParams(max_tokens=10**5))
+    until = threading.Event()
+
+    def work():
+        while not until.is_set():
+            engine.step()
+
+    working = threading.Thread(target=work, daemon=True)
+    working.start()
+    try:
+        browser.open(live.address, width=width, height=844, dark=dark)
+        browser.until("document.querySelector('.notices .doing')")
+        time.sleep(0.5)
+        first = now(browser)
+        time.sleep(0.5)
+        second = now(browser)
+        for dropped, running, waiting, held, rate, prompts in (first, second):
+            assert (running, waiting) == (4, 1) and held >= 4 and 500 < rate < 4000 and prompts == 0
+        assert second[0] > first[0] and second[3] > first[3] and browser.state()["cursor"] == 29
+        assert browser("document.documentElement.scrollWidth") <= width
+        assert browser("!document.querySelector('.notices .doing').closest('[role=status], [aria-live]')")
+        browser.screenshot(tmp_path / "full.png")
+        browser.press("Home")
+        assert browser.state()["cursor"] == 0
+        assert now(browser)[1] == 4, "whatever step is looked at"
+    finally:
+        until.set()
+        working.join()
+    for name in list(engine._requests):
+        engine.abort(name)
+    browser.until(
+        "/Now: 0 running, 0 waiting, 0 of .* 0 tokens.s and 0 of/.test(document.querySelector('.doing').innerText)"
+    )
+    engine.close()
+    browser.until("nanovllm.player.closed")
+    browser.frame()
+    closed = browser.text(".notices")
+    assert "steps are missing: the recorder's limit was reached" in closed and "The engine is closed" in closed
+    assert not browser("document.querySelector('.doing')")
+    assert browser.complaints() == []
+    browser.call("Page.navigate", url="about:blank")
+
+
+@browsed
+def test_a_page_with_as_many_steps_as_it_takes_hears_what_comes(browser):
+    """A recording may be full with just as many."""
+    recording = tiny()
+    requests = [facts | {"index": n} for n, facts in enumerate(recording["requests"])]
+    step = recording["steps"][1] | {"blocks": []}
+    told = {"seconds": 5, "running": 1, "waiting": 0, "held": 1, "cached": 0, "prompt_tokens": 0, "drawn_tokens": 0}
+    with Server() as server:
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        steps = recording["steps"] + [step] * (50_000 - 4)
+        server.messages.put({**recording, "requests": requests, "steps": steps})
+        browser.until("nanovllm.player.replay.length === 50000", seconds=30)
+        server.messages.put({"dropped_steps": 1, "now": told})
+        browser.until("document.querySelector('.doing')")
+        assert "1 step is not in it. Now: 1 running" in browser.text(".doing")
+        server.messages.put({"now": told | {"seconds": 6, "drawn_tokens": 700, "prompt_tokens": 30}})
+        browser.until("document.querySelector('.doing').innerText.includes(' 700 tokens/s and 30 of prompts')")
+        server.messages.put({"now": told | {"seconds": 60, "drawn_tokens": 800}})
+        browser.until("document.querySelector('.doing').innerText.includes(' 0 tokens/s and')")
+        server.messages.put(None)
+        browser.until("!document.querySelector('.doing')")
+        assert "1 step is missing" in browser.text(".notices")
         browser.call("Page.navigate", url="about:blank")
         server.shutdown()

@@ -10,6 +10,9 @@ from collections import Counter
 
 import pytest
 
+from nanovllm.request import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Span
 from nanovllm.trace.recording import CODES
 from nanovllm.trace.replay import Replay
 
@@ -128,6 +131,42 @@ def test_seeking_is_going_there(workload, seed):
         step = dice.randrange(-1, len(recording["steps"]))
         jumping.seek(step)
         assert jumping.step == step and state(jumping) == states[step + 1]
+
+
+@pytest.mark.parametrize("seed", [*range(30), 45, 133, 159, 193, 320])
+def test_what_a_full_recording_misses_is_counted(workload, seed):
+    """To the token, whoever ends, fails or is preempted; but for one who is aborted amid a decision taken back."""
+    whole = workload(seed).serve()
+    most = len(whole["steps"]) // 2
+    again = workload(seed, max_steps=most)
+    again.serve()
+    assert (again.recorder.prompt_tokens, again.recorder.drawn_tokens) == counted(whole, most)
+
+
+def test_prompts_are_counted_that_stand_before_one_preempted(workload):
+    """Of steps that decode, the last span alone is looked at."""
+
+    def span(start, stop, preempted=0):
+        request = Request(
+            request_id="", prompt_token_ids=[1] * 8, params=SamplingParams(), max_tokens=9, arrival=0,
+            num_preemptions=preempted,
+        )  # fmt: skip
+        return Span(request, start, stop, True)
+
+    recorder = workload(0).recorder
+    recorder._count([span(9, 10), span(4, 12, 1), span(11, 12, 1), span(0, 8)])
+    recorder._count([span(0, 8), span(9, 10), span(4, 12, 1), span(11, 12, 1), span(0, 8)])
+    assert recorder.prompt_tokens == 24 and recorder.drawn_tokens == 9
+    recorder._count([None, span(9, 10)])
+    assert recorder.prompt_tokens == 24 and recorder.drawn_tokens == 11
+
+
+def counted(recording, first):
+    """Tokens of prompts that the steps from ``first`` on have computed, and tokens that they have drawn."""
+    done = [span for step in recording["steps"][first:] if "failed" not in step for span in step["spans"]]
+    lengths = [len(row["prompt"]) for row in recording["requests"]]
+    prompts = sum(max(0, min(stop, lengths[place]) - start) for place, start, stop, _ in done)
+    return prompts, sum(token >= 0 for *_, token in done)
 
 
 @pytest.mark.parametrize("seed", range(30))
