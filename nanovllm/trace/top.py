@@ -79,7 +79,8 @@ class Screen:
                 model,
                 f"running {self._now['running']}  waiting {self._now['waiting']}  "
                 f"steps {self._num_steps + self._num_dropped}",
-                f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%}), {cached} cached",
+                f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%}), "
+                f"{cached} cached",
                 "",
                 f"the recording is full: {self._num_dropped} steps are not in it, and nobody knows by name who runs",
             ])  # fmt: skip

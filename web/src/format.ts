@@ -12,7 +12,7 @@ export interface RequestFacts {
   ended: number | null; end_step: number | null; gone_step?: number | null; finish: string | null; stop: string | number | null; text: string;
 }
 
-export type Wait = null | "budget" | "seqs" | "blocks" | "preempted";
+export type Wait = null | "budget" | "seqs" | "blocks" | "preempted" | "prefix";
 
 export interface Step {
   /** began, decided, submitted, awaited, computed, settled */

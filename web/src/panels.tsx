@@ -73,7 +73,6 @@ function Queue({ player }: { player: Player }) {
   const { replay, cursor } = player;
   const step = replay.recording.steps[cursor];
   const [waiting, running] = [replay.waiting(cursor), replay.running(cursor)];
-  const held = replay.lives.filter((life) => life.facts.before_step <= cursor && life.queued > cursor && life.gone > cursor).length;
   const head = waiting[0];
   const most = 32;
   return (
@@ -96,7 +95,6 @@ function Queue({ player }: { player: Player }) {
         ))}
         {waiting.length > most ? <span class="quiet">and {waiting.length - most} more</span> : null}
         {!waiting.length ? <span class="quiet">nobody</span> : null}
-        {held ? <span class="quiet">besides {count(held, "sample")} held until the prompt of the first can be found</span> : null}
       </p>
       {head && step?.wait ? <p class="why">Why request {nameOf(head)} is not admitted: {whyWaiting(step.wait, replay, cursor)}.</p> : null}
     </div>
@@ -141,7 +139,6 @@ function doing(player: Player, life: Life): string {
   if (life.facts.before_step > cursor) return "has not come yet";
   if (replay.hasEnded(life, cursor)) return `ended: ${life.facts.finish}`;
   if (replay.isRunning(life, cursor)) return endingOf(life, cursor) || "runs";
-  if (life.queued > cursor) return "held until its prompt can be found";
   return life.preempted.some((at) => at <= cursor) ? "preempted, waits" : "waits";
 }
 

@@ -52,6 +52,8 @@ export function whyWaiting(wait: Wait, replay: Replay, step: number): string {
     }
     case "preempted":
       return "somebody had to make room in this step, so nobody is admitted";
+    case "prefix":
+      return "another one is computing what its prompt begins with, and then it can be found";
     default:
       return "";
   }
@@ -59,6 +61,7 @@ export function whyWaiting(wait: Wait, replay: Replay, step: number): string {
 
 const SHORTLY: Record<string, string> = {
   budget: "the step is full", seqs: "enough requests run", blocks: "too few blocks are free", preempted: "somebody had to make room",
+  prefix: "another one computes what it begins with",
 };
 
 export const FINISHES: Record<string, string> = {

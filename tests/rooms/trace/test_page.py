@@ -492,18 +492,20 @@ def test_samples_have_the_names_that_explain_gives_them(show):
 
 @browsed
 @pytest.mark.parametrize("name", ["r", "a-name-that-is-as-long-as-some-are-" * 4])
-def test_a_sample_that_is_held_is_told_of_and_its_panel_can_be_closed(show, name):
+def test_it_is_told_what_a_sample_waits_for_and_its_panel_can_be_closed(show, name):
     recording = tiny()
-    recording["requests"][1] |= {"id": name, "sample": 1, "before_step": 0, "queued_step": 2}
+    recording["requests"][1] |= {"id": name, "sample": 1}
+    recording["steps"][1]["wait"] = "prefix"
     page = show(recording, "#step=1&request=1")
-    assert "besides 1 sample held until the prompt of the first can be found" in page.text(".queues")
+    why = f"Why request {name}/1 is not admitted: another one is computing what its prompt begins with"
+    assert why in page.text(".queues")
     title, close = page.middle(".request .dot"), page.middle(".request [aria-label=Close]")
     inside = page("document.querySelector('.request').getBoundingClientRect().right")
     assert abs(title[1] - close[1]) < 12 and close[0] < inside
     cut = page("(title => title.scrollWidth > title.clientWidth)(document.querySelector('.request h2'))")
     assert cut == (len(name) > 9)
     page.press("ArrowRight")
-    assert "besides" not in page.text(".queues")
+    assert "Why request" not in page.text(".queues")
 
 
 @browsed
@@ -845,7 +847,7 @@ def test_the_page_goes_on_when_the_recording_is_full(browser, tmp_path, width, d
         first = now(browser)
         time.sleep(0.5)
         second = now(browser)
-        for dropped, running, waiting, held, rate, prompts in (first, second):
+        for _, running, waiting, held, rate, prompts in (first, second):
             assert (running, waiting) == (4, 1) and held >= 4 and 500 < rate < 4000 and prompts == 0
         assert second[0] > first[0] and second[3] > first[3] and browser.state()["cursor"] == 29
         assert browser("document.documentElement.scrollWidth") <= width
