@@ -122,7 +122,7 @@ class Scheduler:
         passed = 0
         while budget and passed < min(len(self.waiting), self.max_running - len(self.running)) and not preempted:
             request = self.waiting[passed]
-            if self.blocks.awaits(request, _order(request), coming):
+            if coming and self.blocks.awaits(request, _order(request), coming):
                 passed += 1
                 continue
             # one block for each running request: so many can cross a block boundary before anyone is preempted
