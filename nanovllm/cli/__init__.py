@@ -26,6 +26,7 @@ from nanovllm.cli.arguments import (
     add_trace,
 )
 from nanovllm.errors import NanoError
+from nanovllm.interrupts import HeldBack
 
 COMMANDS = {
     "generate": "nanovllm.cli.generate:run",
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     args.started = started
     try:
-        status = _find(args.command)(args)
+        with HeldBack():  # a module that is being imported may take Ctrl-C for a reason of its own, and go on
+            run = _find(args.command)
+        status = run(args)
         sys.stdout.flush()  # here, and not at exit, where a closed pipe could no longer be caught
         return status
     except NanoError as error:

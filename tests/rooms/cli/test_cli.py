@@ -14,7 +14,7 @@ import pytest
 import nanovllm.cli.chat
 import nanovllm.cli.info
 import nanovllm.cli.opening
-from nanovllm.cli import main
+from nanovllm.cli import COMMANDS, main
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -224,6 +224,19 @@ def test_ctrl_c_ends_with_status_130_and_closes_the_engine(engine, capsys, monke
     monkeypatch.setattr(Engine, "generate", interrupt)
     assert main(["generate", "x"]) == 130
     assert engine.opened[0].closed
+
+
+def test_ctrl_c_while_a_command_is_imported_is_not_lost(tmp_path, monkeypatch):
+    """Some module of a library takes it for an error of its own, and goes on."""
+    (tmp_path / "taking_it.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.1)\n"
+        "except BaseException:\n    pass\n"
+        "def run(args):\n    raise AssertionError('nobody wanted that any more')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "generate", "taking_it:run")
+    assert main(["generate", "x"]) == 130
 
 
 # chat
