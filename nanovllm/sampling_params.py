@@ -114,6 +114,9 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in SAMPLING_FIELDS:  # numbers of NumPy and of tensors without a dimension count as Python's
+            if getattr(value := getattr(self, name), "shape", None) == ():
+                setattr(self, name, value.item())
         _integer("n", self.n, 1, 16_384)
         for name in ("presence_penalty", "frequency_penalty"):
             setattr(self, name, _number(name, getattr(self, name), -2.0, 2.0))

@@ -75,12 +75,12 @@ class Screen:
         model = f"{name} on {self._engine.get('device_name')}, {self._engine.get('dtype')}"
         if self._now:
             used, cached = self._now["held"], self._now["cached"]
+            share = used / max(blocks, 1)
             return "\n".join([
                 model,
                 f"running {self._now['running']}  waiting {self._now['waiting']}  "
                 f"steps {self._num_steps + self._num_dropped}",
-                f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({used / max(blocks, 1):.0%}), "
-                f"{cached} cached",
+                f"{self._rate():,.0f} tokens/s  blocks {used} of {blocks} ({share:.0%}), {cached} cached",
                 "",
                 f"the recording is full: {self._num_dropped} steps are not in it, and nobody knows by name who runs",
             ])  # fmt: skip

@@ -5,7 +5,9 @@ import inspect
 import math
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
 from nanovllm.errors import RequestError, UnknownOptionError
 from nanovllm.sampling_params import MAX_SEED, SAMPLING_FIELDS, SWITCHES, SamplingParams
@@ -26,6 +28,17 @@ def test_the_defaults():
     assert params.stop == params.stop_strings == params.stop_token_ids == []
     assert params.detokenize and params.skip_special_tokens
     assert not (params.ignore_eos or params.include_stop_str_in_output or params.greedy)
+
+
+def test_numbers_of_numpy_and_of_tensors_count_as_pythons():
+    params = SamplingParams(
+        n=np.int32(2), max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=torch.tensor(3), ignore_eos=np.True_
+    )
+    assert params == SamplingParams(n=2, max_tokens=5, temperature=0.5, top_k=3, ignore_eos=True)
+    assert [type(each) for each in (params.n, params.max_tokens, params.top_k, params.ignore_eos)] == [int] * 3 + [bool]
+    for wrong in (np.float64(2.5), np.array([1]), np.datetime64("2026-01-01")):
+        with pytest.raises(RequestError, match="max_tokens is .* it must be an integer of at least 1"):
+            SamplingParams(max_tokens=wrong)
 
 
 def test_fields_come_in_the_order_of_vllm():

@@ -236,7 +236,7 @@ def test_top_counts_the_blocks_that_the_replay_does(workload, seed):
         assert f"blocks {replay.num_held} of {replay.num_blocks} " in screen.text()
 
 
-def test_top_shows_that_nothing_happens_and_that_the_recording_is_full():
+def test_top_shows_that_nothing_happens():
     engine, recorder = decoding(2, 40)
     engine.close()
     screen = top.Screen()
