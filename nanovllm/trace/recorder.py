@@ -144,8 +144,6 @@ class Recorder(Observer):
         """Steps that came after the limit was reached."""
         self.prompt_tokens = self.drawn_tokens = 0
         """Tokens of prompts that those steps computed, and tokens that they drew, as far as they are settled."""
-        self._late = 0  # draws under way of requests that have ended: they will be dropped
-        self._cut = True  # whether a prompt may have been, so that what is left of it stands anywhere in the next step
 
     def on_arrival(self, request: Request) -> None:
         """Write down who came, with what."""
@@ -180,8 +178,6 @@ class Recorder(Observer):
         """Write down that nothing came of a step, and why."""
         with self._writing():
             step = next((each for each in self._under_way if each.output is output), None)
-            if step is None and self._full:  # its draws are late now, or will be when their requests end
-                self._late -= sum([span.samples for span in output.spans])  # and never come
             if step is not None:
                 self._under_way.remove(step)
                 self._fail(step, f"{type(error).__name__}: {error}")
@@ -190,10 +186,6 @@ class Recorder(Observer):
     def on_end(self, request: Request) -> None:
         """Write down how a request ended."""
         with self._writing():
-            if self._full:
-                recorded = [span for step in self._under_way if step.output for span in step.output.spans]
-                self._late += request.num_pending_tokens
-                self._late -= sum([span.samples for span in recorded if span.request is request])
             if self._blocks.journal:
                 done, settled = Status.FINISHED, self._settled
                 ended = [] if settled is None else [each for each in settled.requests if each.status is done]
@@ -408,22 +400,12 @@ class Recorder(Observer):
             self._flush()
 
     def _count(self, spans: Sequence[Span]) -> None:
-        """Count what a step did that is not recorded: most cost the same, however many requests they are of.
-
-        Of a decision the last span alone may draw nothing, and prompts stand at the end; behind them, of those that
-        were preempted, who found all but one token in the cache.
-        """
-        whole, self._cut = self._cut, not spans[-1].samples
-        draws = len(spans) - self._cut
-        late = min(self._late, draws)
-        self._late -= late
-        self.drawn_tokens += draws - late
-        for span in reversed(spans):
-            prompt = len(span.request.prompt_token_ids)
-            if span.start < prompt:
-                self.prompt_tokens += min(span.stop, prompt) - span.start
-            elif not (whole or span.request.num_preemptions):
-                break
+        """Count what a settled step did that is not recorded."""
+        prompts = [len(span.request.prompt_token_ids) for span in spans]
+        pieces = [(span, end) for span, end in zip(spans, prompts, strict=True) if span.start < end]
+        self.prompt_tokens += sum([min(span.stop, end) - span.start for span, end in pieces])
+        # what was drawn stands in its request, unless that had ended or the numbers were none
+        self.drawn_tokens += sum([span.samples and span.stop < len(span.request.token_ids) for span in spans])
 
     def _fail(self, step: Taken, message: str) -> None:
         assert step.output is not None, "a step that is settled has not failed"

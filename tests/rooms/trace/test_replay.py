@@ -133,9 +133,9 @@ def test_seeking_is_going_there(workload, seed):
         assert jumping.step == step and state(jumping) == states[step + 1]
 
 
-@pytest.mark.parametrize("seed", [*range(30), 45, 133, 159, 193, 320])
+@pytest.mark.parametrize("seed", [*range(30), 45, 101, 133, 159, 193, 320])
 def test_what_a_full_recording_misses_is_counted(workload, seed):
-    """To the token, whoever ends, fails or is preempted; but for one who is aborted amid a decision taken back."""
+    """To the token, whoever ends, fails, is aborted or is preempted."""
     whole = workload(seed).serve()
     most = len(whole["steps"]) // 2
     again = workload(seed, max_steps=most)
@@ -143,22 +143,21 @@ def test_what_a_full_recording_misses_is_counted(workload, seed):
     assert (again.recorder.prompt_tokens, again.recorder.drawn_tokens) == counted(whole, most)
 
 
-def test_prompts_are_counted_that_stand_before_one_preempted(workload):
-    """Of steps that decode, the last span alone is looked at."""
+def test_what_is_counted_of_a_step(workload):
+    """Parts of prompts, of one that is computed again too; tokens that were drawn and not dropped."""
 
-    def span(start, stop, preempted=0):
+    def span(start, stop, known=20, *, samples=True):
         request = Request(
-            request_id="", prompt_token_ids=[1] * 8, params=SamplingParams(), max_tokens=9, arrival=0,
-            num_preemptions=preempted,
+            request_id="", prompt_token_ids=[1] * 8, params=SamplingParams(), max_tokens=99, arrival=0,
         )  # fmt: skip
-        return Span(request, start, stop, True)
+        request.token_ids += [2] * (known - 8)
+        return Span(request, start, stop, samples)
 
     recorder = workload(0).recorder
-    recorder._count([span(9, 10), span(4, 12, 1), span(11, 12, 1), span(0, 8)])
-    recorder._count([span(0, 8), span(9, 10), span(4, 12, 1), span(11, 12, 1), span(0, 8)])
-    assert recorder.prompt_tokens == 24 and recorder.drawn_tokens == 9
-    recorder._count([None, span(9, 10)])
-    assert recorder.prompt_tokens == 24 and recorder.drawn_tokens == 11
+    recorder._count([span(9, 10), span(4, 12), span(11, 12), span(0, 8), span(2, 5, samples=False)])
+    assert (recorder.prompt_tokens, recorder.drawn_tokens) == (4 + 8 + 3, 4)
+    recorder._count([span(9, 10, 10), span(9, 10, 11), span(0, 8, 8)])
+    assert (recorder.prompt_tokens, recorder.drawn_tokens) == (15 + 8, 4 + 1)
 
 
 def counted(recording, first):
