@@ -35,6 +35,8 @@ class Batch:
     """The attention backend's ``attend``."""
     plan: Any
     """The attention backend's own view of the step."""
+    hidden_rows: Int64[Tensor, " kept"] | None = None
+    """Rows that the last layer goes on with behind its attention, the only ones that come out; None: all."""
     attend_fresh: Callable[..., Tensor] | None = None
     """The backend's function for queries, keys and values as projected, if it has one and this step suits it."""
 
@@ -52,18 +54,20 @@ class Drawn:
         return token_ids[span.stop - 1] if span.stop <= len(token_ids) else -1 - self._rows[span.request]
 
     def keep(self, spans: Sequence[Span], tokens: Int64[Tensor, " rows"]) -> None:
-        """Keep what a step drew after these spans, until the next one draws. A graph has put it in place itself."""
-        if tokens.data_ptr() != self.tokens.data_ptr():
+        """Keep what a step drew after these spans, until the next one draws. A graph has put its tokens here itself."""
+        if tokens.device == self.tokens.device:
             self.tokens[: len(spans)].copy_(tokens)
         self._rows = {span.request: row for row, span in enumerate(spans)}
 
 
 def build_batch(
-    output: SchedulerOutput, block_size: int, backend: Any, drawn: Drawn, *, deterministic: bool = False
-) -> Batch:
+    output: SchedulerOutput, block_size: int, backend: Any, drawn: Drawn, *, deterministic: bool = False,
+    all_hidden: bool = False,
+) -> Batch:  # fmt: skip
     """Lay out a step's spans. ``backend`` is a module as ``nanovllm.ops.attention`` describes.
 
     ``deterministic``: it is told where prompts end, so that it chooses by a token's place and not by a span's size.
+    ``all_hidden``: hidden states are wanted of all rows, not only where a token is drawn.
     """
     device = drawn.tokens.device
     token_ids: list[int] = []
@@ -93,7 +97,10 @@ def build_batch(
     arrays = (np.array(token_ids), *map(np.concatenate, (positions, slots)), np.array(sample_rows, np.int64))
     sources, indices, mapping, sampled = send(arrays, device)
     ids = sources if device.type == "cpu" else take_tokens(sources, drawn.tokens)
-    return Batch(ids, indices, mapping, sampled, backend.attend, plan)
+    wanted = (
+        None if all_hidden or len(sample_rows) == len(token_ids) else sampled if sample_rows else indices.new_zeros(1)
+    )
+    return Batch(ids, indices, mapping, sampled, backend.attend, plan, wanted)
 
 
 def send(parts: Sequence[Int64[np.ndarray, " _"]], device: torch.device) -> list[Tensor]:

@@ -3,7 +3,8 @@
 Launching the kernels of a small model from Python takes longer than running them. So a step in which every request
 computes one token is recorded once for each of a few numbers of rows, and replayed with other numbers:
 
-    spans -> Message (pinned) --one copy--> Message (device) --replay--> tokens (device)
+    spans -> message (host) --> [ receive | look-up, model, head, sampler | deliver ] --> tokens (host and device)
+                                  one replay
 
 A step with fewer requests than its graph has rows fills the rest with rows of no context, which write nothing. Graphs
 of plain steps are recorded when the engine is built, some 15 ms each; others when they are first needed, with those
@@ -12,6 +13,7 @@ that the same requests will need as they get fewer. They share their working mem
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, Drawn
 from nanovllm.kv_cache import KVCache
+from nanovllm.ops.exchange import deliver, receive
 from nanovllm.ops.sample import choose
 from nanovllm.ops.take_tokens import take_tokens
 from nanovllm.sampler import Samples, filters, plain, sample, settings
@@ -41,40 +44,15 @@ MOST_PARTS = 16_384
 SHARED_LINES, MOST_SHARED = 32, 2048
 """Least and most pieces that requests have in common; a step with more shares none."""
 
+SLOTS = 3
+"""A step's message may still wait to be read while the next one is written, and its tokens while the next are drawn."""
+
 INTEGERS = ("sources", "positions", "slots", "lengths", "seeds")
 NUMBERS = ("temperatures", "top_p", "min_p", "top_k")
 """float32, but for top_k, whose words hold an int32; in the order of ``sampler.settings``."""
 
-
-class Message:
-    """What differs from step to step, side by side in one piece of memory: pinned on the host, or on the device.
-
-    sources, positions, slots, lengths, seeds int64 [rows]; temperatures, top_p, min_p float32 and top_k int32 [rows];
-    shared int32 [MOST_SHARED, 3], rest and owners int32 [MOST_PARTS], decodes int32 [rows + 1 or more, 5] and tables
-    int32 [rows * max_blocks] as the attention backend reads them. ``shared`` and ``rest`` come first and ``tables``
-    last, so that a step copies no more of them than it uses.
-    """
-
-    def __init__(self, rows: int, max_blocks: int, device: torch.device | None = None) -> None:
-        sizes = {"shared": 3 * MOST_SHARED, "rest": MOST_PARTS} | dict.fromkeys(INTEGERS, 2 * rows)
-        sizes |= dict.fromkeys(NUMBERS, rows) | {"decodes": (rows // 4 + 1) * 4 * 5, "owners": MOST_PARTS}
-        sizes["tables"] = rows * max_blocks
-        words = sum(sizes.values())
-        self.memory = torch.zeros(words, dtype=torch.int32, device=device, pin_memory=device is None)
-        self.fields: dict[str, Tensor] = {}
-        edge = 0
-        for name, count in sizes.items():
-            field = self.memory[edge : edge + count]
-            dtype = torch.int64 if name in INTEGERS else torch.float32 if name in NUMBERS else torch.int32
-            self.fields[name] = field.view(dtype)
-            edge += count
-        self.fields["decodes"] = self.fields["decodes"].view(-1, 5)
-        self.fields["shared"] = self.fields["shared"].view(-1, 3)
-        self.arrays = {name: field.numpy() for name, field in self.fields.items()} if device is None else {}
-        self.lead = sizes["shared"] + sizes["rest"]
-        """Words that only a step with something shared uses."""
-        self.head = words - rows * max_blocks
-        """Words in front of the tables."""
+WORDS = 4
+"""Fields begin at multiples of so many words: kernels are compiled for that."""
 
 
 class Cuts(NamedTuple):
@@ -103,11 +81,35 @@ class Key(NamedTuple):
     """Whether some row has top_k, top_p or min_p."""
 
 
+def lay(rows: int, cuts: Cuts, max_blocks: int) -> dict[str, slice]:
+    """Return where in a message, counted in words of 32 bits, the fields of a step lie.
+
+    size [1], the words that are used; sources, positions, slots, lengths, seeds int64 [rows]; temperatures, top_p,
+    min_p float32 and top_k int32 [rows]; decodes int32 [rows + 1, 5], owners, rest, shared [lines, 3] and tables
+    [rows * max_blocks] as the attention backend reads them. ``tables`` come last, and mostly end early.
+    """
+    sizes = {"size": 1} | dict.fromkeys(INTEGERS, 2 * rows) | dict.fromkeys(NUMBERS, rows)
+    sizes |= {"decodes": 5 * (rows + 1), "owners": cuts.parts, "rest": cuts.rest, "shared": 3 * cuts.shared}
+    sizes["tables"] = rows * max_blocks
+    fields, edge = {}, 0
+    for name, count in sizes.items():
+        fields[name] = slice(edge, edge + count)
+        edge += -(-count // WORDS) * WORDS
+    return fields
+
+
+def split(words: Any, fields: dict[str, slice], library: Any) -> dict[str, Any]:
+    """Return views of a message: ``words`` is an int32 array of ``library``, NumPy or PyTorch."""
+    types = dict.fromkeys(INTEGERS, library.int64) | dict.fromkeys(NUMBERS[:-1], library.float32)
+    views = {name: words[place].view(types.get(name, library.int32)) for name, place in fields.items()}
+    return views | {"decodes": views["decodes"].reshape(-1, 5), "shared": views["shared"].reshape(-1, 3)}
+
+
 class Recorded(NamedTuple):
-    """A graph and where its result lies."""
+    """A graph, and where its logits lie if it does not draw."""
 
     graph: torch.cuda.CUDAGraph
-    result: Tensor
+    logits: Tensor | None
 
 
 class DecodeGraphs:
@@ -126,12 +128,19 @@ class DecodeGraphs:
         self.logprobs_mode = logprobs_mode
         self.sizes = [size for size in SIZES if size < max_requests]
         self.sizes.append(next((size for size in SIZES if size >= max_requests), SIZES[-1]))
-        device, max_blocks = cache.data.device, -(-max_model_len // cache.block_size)
+        device, self._max_blocks = cache.data.device, -(-max_model_len // cache.block_size)
         self.drawn = Drawn(max(max_requests, self.sizes[-1]), device)
-        self._there = Message(self.sizes[-1], max_blocks, device)
-        # a step's message may still wait for its copy while the next one is written
-        self._here = [Message(self.sizes[-1], max_blocks) for _ in range(3)]
-        self._steps = 0
+        most = Cuts(MOST_PARTS, rest=MOST_PARTS, shared=MOST_SHARED)
+        words = lay(self.sizes[-1], most, self._max_blocks)["tables"].stop
+        self._message = torch.zeros(words, dtype=torch.int32, device=device)
+        self._inbox = torch.zeros(SLOTS, words, dtype=torch.int32, pin_memory=True)
+        self._outbox = torch.zeros(SLOTS, self.sizes[-1], dtype=torch.int64, pin_memory=True)
+        self._turn = torch.zeros((), dtype=torch.int64, device=device)
+        # the allocator of pinned memory knows of copies alone: one behind the last step keeps it from others until then
+        for there, here in ((self._message[0], self._inbox[0, 0]), (self._turn, self._outbox[0, 0])):
+            weakref.finalize(self, there.copy_, here, non_blocking=True).atexit = False
+        self._views: dict[tuple[int, int, Cuts], tuple[dict[str, Any], int]] = {}
+        self._steps = 0  # as the device counts them in ``_turn``
         self._recorded: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -155,76 +164,71 @@ class DecodeGraphs:
         params = [span.request.params for span in spans]
         chosen = all(map(plain, spans))
         rows = next(size for size in self.sizes if size >= len(spans))
-        here = self._here[self._steps % len(self._here)]
-        cuts, words = self._write(here, spans, rows)
+        slot = self._steps % SLOTS
+        cuts = self._write(slot, spans, rows)
         key = Key(rows, cuts, samples=chosen, filters=chosen and any(map(filters, params)))
         if key not in self._recorded:
             self._record(key)
-        used = slice(0 if cuts.shared else here.lead, words)
-        self._there.memory[used].copy_(here.memory[used], non_blocking=True)
-        graph, result = self._recorded[key]
+        graph, logits = self._recorded[key]
         graph.replay()
         self._steps += 1
-        result = result[: len(spans)]
-        return Samples(result, ()) if chosen else sample(result, spans, self.drawn, logprobs_mode=self.logprobs_mode)
+        if logits is None:
+            return Samples(self._outbox[slot, : len(spans)], ())
+        return sample(logits[: len(spans)], spans, self.drawn, logprobs_mode=self.logprobs_mode)
 
-    def _write(self, message: Message, spans: Sequence[Span], rows: int) -> tuple[Cuts, int]:
-        """Fill in a message; return how contexts are cut, and its words."""
-        number, block_size, drawn = len(spans), self.cache.block_size, self.drawn
-        field = message.arrays
+    def _write(self, slot: int, spans: Sequence[Span], rows: int) -> Cuts:
+        """Fill in the message of a step; return how contexts are cut."""
+        number, block_size = len(spans), self.cache.block_size
         contexts = np.fromiter((span.stop for span in spans), np.int64, number)
-        requests = [span.request for span in spans]
-        tables = [request.block_ids for request in requests]
+        tables = [span.request.block_ids for span in spans]
         counts = np.fromiter(map(len, tables), np.int64, number)
         starts = np.cumsum(counts) - counts
-        num_blocks = int(counts.sum())
-        blocks = field["tables"][:num_blocks]
-        blocks[:] = np.fromiter(chain.from_iterable(tables), np.int32, num_blocks)
+        blocks = np.fromiter(chain.from_iterable(tables), np.int32, int(counts.sum()))
+        cuts, lists = self._cut(contexts, starts, blocks, rows)
+        key = (slot, rows, cuts)
+        if key not in self._views:
+            places = lay(rows, cuts, self._max_blocks)
+            self._views[key] = split(self._inbox[slot].numpy(), places, np), places["tables"].start
+        fields, head = self._views[key]
 
         positions = contexts - 1
-        field["sources"][:number] = [drawn.source(span) for span in spans]
-        field["sources"][number:rows] = 0
-        field["positions"][:number] = positions
-        field["positions"][number:rows] = 0
-        field["slots"][:number] = blocks[starts + positions // block_size] * block_size + positions % block_size
-        field["slots"][number:rows] = -1
         seeds, lengths, numbers = settings(spans)
-        field["seeds"][:number], field["lengths"][:number] = seeds, lengths
-        for name, values in zip(NUMBERS, numbers.view(np.float32).reshape(len(NUMBERS), -1), strict=True):
-            field[name][:number] = values
+        slots = blocks[starts + positions // block_size] * block_size + positions % block_size
+        sources = [self.drawn.source(span) for span in spans]
+        values = dict(zip(INTEGERS, (sources, positions, slots, lengths, seeds), strict=True))
+        values |= dict(zip(NUMBERS, numbers.view(np.float32).reshape(len(NUMBERS), -1), strict=True))
+        values["top_k"] = values["top_k"].view(np.int32)
+        padding = {"slots": -1, "owners": rows, "rest": -1}  # owners: a decode of no context
+        for name, array in (values | lists._asdict()).items():
+            field = fields[name]
+            field[: len(array)] = array[: len(field)]
+            field[len(array) :] = padding.get(name, 0)
+        fields["tables"][: len(blocks)] = blocks
+        fields["size"][0] = head + len(blocks)
+        return cuts
 
-        return self._cut(field, contexts, starts, blocks, rows), message.head + num_blocks
-
-    def _cut(self, field: dict[str, Any], contexts: Any, starts: Any, blocks: Any, rows: int) -> Cuts:
-        """Fill in the lists of the attention backend, with padding up to what a graph is recorded for."""
+    def _cut(self, contexts: Any, starts: Any, blocks: Any, rows: int) -> tuple[Cuts, Any]:
+        """Return how contexts are cut, in numbers rounded up to those that graphs are recorded for, and the lists."""
         backend, number, kv_heads = self.backend, len(contexts), self.cache.data.shape[4]
         chunk, most = backend.MIN_CHUNK, None
         if not self.deterministic:
             chunk = backend.shortest_chunk(contexts, kv_heads, self._processors)
             most = backend.most_chunks(number, kv_heads, self._processors)
-        decodes, owners, rest, shared = backend.lay_out(
+        lists = backend.lay_out(
             np.arange(number), contexts, starts, blocks, self.cache.block_size,
             chunk=chunk, shares=not self.deterministic, most=most,
         )  # fmt: skip
-        field["decodes"][:number] = decodes
-        field["decodes"][number : rows + 1] = 0
-        longest = int(contexts.max())
-        shares = len(shared) > 0
+        parts, longest = _at_least(len(lists.owners), rows), int(contexts.max())
+        shares = len(lists.shared) > 0
         cut = backend.worth_cutting(longest, int(contexts.sum()), kv_heads, self._processors, chunk)
-        if not (cut or shares) or _at_least(len(owners), rows) > MOST_PARTS:
-            return Cuts()
+        if not (cut or shares) or parts > MOST_PARTS:
+            return Cuts(), lists
         # of the longest context matters whether it is cut into more than the shortest chunks
-        cuts = Cuts(_at_least(len(owners), rows), longest > backend.MIN_CHUNK * backend.MAX_CHUNKS, chunk)
-        shares = shares and _at_least(len(shared), SHARED_LINES) <= MOST_SHARED
-        field["owners"][: len(owners)] = owners
-        field["owners"][len(owners) : cuts.parts] = rows  # a decode of no context
-        if shares:
-            cuts = cuts._replace(rest=_at_least(len(rest), rows), shared=_at_least(len(shared), SHARED_LINES))
-            field["rest"][: len(rest)] = rest
-            field["rest"][len(rest) : cuts.rest] = -1
-            field["shared"][: len(shared)] = shared
-            field["shared"][len(shared) : cuts.shared] = 0
-        return cuts
+        cuts = Cuts(parts, longest > backend.MIN_CHUNK * backend.MAX_CHUNKS, chunk)
+        lines = _at_least(len(lists.shared), SHARED_LINES)
+        if shares and lines <= MOST_SHARED:
+            cuts = cuts._replace(rest=_at_least(len(lists.rest), rows), shared=lines)
+        return cuts, lists
 
     def _record(self, needed: Key) -> None:
         """Record the step for a key, and what its requests need when they are fewer: then no step of theirs waits."""
@@ -243,44 +247,41 @@ class DecodeGraphs:
 
     def _record_one(self, key: Key) -> Recorded:
         """Record the step for a key. Kernels that it is the first to need are compiled on the way."""
-        field, rows, cuts = self._there.fields, key.rows, key.cuts
+        rows, cuts = key.rows, key.cuts
+        fields = lay(rows, cuts, self._max_blocks)
+        message = self._message[: fields["tables"].stop]
+        field = split(message, fields, torch)
         # cut: one decode more, which is always padding
         decodes = field["decodes"][: rows + 1 if cuts.parts else rows]
-        field["decodes"].zero_()
-        field["shared"].zero_()
-        field["slots"].fill_(-1)
         plan = self.backend.graph_plan(
-            decodes, field["owners"][: cuts.parts], field["rest"][: cuts.rest], field["shared"][: cuts.shared],
-            field["tables"], longest=cuts.long * 2**31, chunk=cuts.chunk, one_tile=self.deterministic,
+            decodes, field["owners"], field["rest"], field["shared"], field["tables"],
+            longest=cuts.long * 2**31, chunk=cuts.chunk, one_tile=self.deterministic,
         )  # fmt: skip
 
-        def step() -> Tensor:
+        def step() -> Tensor | None:
+            receive(self._inbox, self._turn, message)
             batch = Batch(
-                token_ids=take_tokens(field["sources"][:rows], self.drawn.tokens),
-                positions=field["positions"][:rows],
-                slot_mapping=field["slots"][:rows],
+                token_ids=take_tokens(field["sources"], self.drawn.tokens),
+                positions=field["positions"],
+                slot_mapping=field["slots"],
                 sample_rows=field["positions"][:0],
                 attend=self.backend.attend,
                 plan=plan,
                 attend_fresh=self.backend.attend_fresh if self.backend.attends_fresh(plan) else None,
             )
             logits: Tensor = self.model.logits(self.model(batch, self.cache))
-            if not key.samples:
-                return logits
-            temperatures, top_p, min_p, top_k, seeds, lengths = (
-                field[name][:rows] for name in (*NUMBERS, "seeds", "lengths")
-            )
-            tokens = choose(
-                logits, temperatures, top_k.view(torch.int32), top_p, min_p, seeds, lengths, filtered=key.filters
-            )
-            self.drawn.tokens[:rows].copy_(tokens)
-            return self.drawn.tokens
+            tokens = None
+            if key.samples:
+                names = ("temperatures", "top_k", "top_p", "min_p", "seeds", "lengths")
+                tokens = choose(logits, *(field[name] for name in names), filtered=key.filters)
+            deliver(tokens, self.drawn.tokens, self._outbox, self._turn)
+            return None if key.samples else logits
 
         graph = torch.cuda.CUDAGraph()
         # relaxed: to load a kernel that was just compiled is no part of the graph
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-            result = step()
-        return Recorded(graph, result)
+            logits = step()
+        return Recorded(graph, logits)
 
 
 def _at_least(number: int, least: int) -> int:

@@ -74,14 +74,16 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(output.spans):
             samples = self._graphs.run(drawing)
         else:
+            scores = any(span.request.unscored(span.start, span.stop) for span in output.spans)
             batch = build_batch(
-                output, self.cache.block_size, self.backend, self._drawn, deterministic=self.deterministic
-            )
+                output, self.cache.block_size, self.backend, self._drawn,
+                deterministic=self.deterministic, all_hidden=scores,
+            )  # fmt: skip
             hidden = self.model(batch, self.cache)
-            if any(span.request.unscored(span.start, span.stop) for span in output.spans):
+            if scores:
                 prompts = find(PROMPTS)(self.model, hidden, output.spans, self.logprobs_mode)
             if drawing:
-                logits = self.model.logits(hidden[batch.sample_rows])
+                logits = self.model.logits(hidden if batch.hidden_rows is not None else hidden[batch.sample_rows])
                 samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
         if samples is prompts is None:
             return lambda: [None] * len(output.spans)

@@ -16,7 +16,7 @@ OURS = {
         "best_of_chunk_kernel", "best_of_row_kernel", "check_kernel", "list_kernel", "search_kernel", "settle_kernel",
         "log_probs_of_chunk_kernel", "log_probs_of_row_kernel", "penalize_kernel", "mask_kernel",
     ),
-    "batch": ("take_tokens_kernel",),
+    "batch": ("take_tokens_kernel", "look_up_kernel", "receive_kernel", "deliver_kernel"),
 }  # fmt: skip
 """Class -> our own kernels."""
 

@@ -32,7 +32,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.adds = adds
-        self.layer = layer
+        self.layer, self.is_last = layer, layer == config.num_layers - 1
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.windows[layer]
         self.scale = self.head_dim**-0.5 if scale is None else scale
@@ -51,10 +51,11 @@ class Attention(nn.Module):
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"] | None]:
+    ) -> tuple[Float[Tensor, "... kept width"], Float[Tensor, "kept width"] | None]:
         """Attend to the norm of x + residual; return two summands, or their sum, as ``Linear.plus`` does.
 
-        Unless it ``adds``: then return (what comes out, whole; x + residual), for a norm in between.
+        Unless it ``adds``: then return (what comes out, whole; x + residual), for a norm in between. The last layer
+        returns the batch's ``hidden_rows``.
         """
         projected, total = self.qkv_proj.after_norm(x, residual, norm)
         qkv = projected.view(projected.shape[0], -1, self.head_dim)  # [tokens, heads + 2 kv_heads, head_dim]
@@ -66,4 +67,6 @@ class Attention(nn.Module):
         else:
             q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
             out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
+        if self.is_last and batch.hidden_rows is not None:
+            out, total = out[batch.hidden_rows], total[batch.hidden_rows]
         return self.o_proj.plus(out.flatten(1), total) if self.adds else (self.o_proj(out.flatten(1)), total)

@@ -9,12 +9,12 @@ can be written and prepared once more: on a GPU in the memory that recorded grap
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.ops.linear import Product, prepare
+from nanovllm.ops.look_up import look_up
 
 
 class Linear(nn.Module):
@@ -105,7 +105,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Int64[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
         """Look up each token."""
-        return F.embedding(token_ids, self.weight).to(self._dtype)
+        return look_up(self.weight, token_ids).to(self._dtype)
 
     def table(self) -> Float[Tensor, "vocab width"]:
         """Return the whole table in the model's type, for a head that is tied to it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError
+from nanovllm.ops.look_up import look_up
 
 Angles = tuple[Float[Tensor, "tokens 1 head_dim"], Float[Tensor, "tokens 1 head_dim"]]
 """Cosines and signed sines, as ``ops.rotary`` wants them."""
@@ -53,7 +54,7 @@ class Rotary:
     def angles(self, positions: Int64[Tensor, " tokens"], dtype: torch.dtype) -> Angles:
         """Return the cosines and sines of a step; computed in float32, once for all layers."""
         if self._table is not None and self._table.dtype is dtype:
-            found = self._table[positions]
+            found = look_up(self._table, positions)
             return found[:, :1], found[:, 1:]
         turns = positions[:, None, None].float() * self.frequencies
         cos, sin = turns.cos() * self.scale, turns.sin() * self.scale

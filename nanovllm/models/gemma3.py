@@ -47,9 +47,9 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "tokens width"], angles: Angles, cache: KVCache, batch: Batch
-    ) -> Float[Tensor, "tokens width"]:
+    ) -> Float[Tensor, "kept width"]:
         """Return the residual after both blocks."""
-        added, _ = self.self_attn(x, None, self.input_layernorm, angles, cache, batch)
+        added, x = self.self_attn(x, None, self.input_layernorm, angles, cache, batch)
         x = x + self.post_attention_layernorm(added)
         added, _ = self.mlp(x, None, self.pre_feedforward_layernorm)
         x = x + self.post_feedforward_layernorm(added)
@@ -68,8 +68,8 @@ class Decoder(nn.Module):
 
     def forward(
         self, angles: Angles, sliding_angles: Angles, cache: KVCache, batch: Batch
-    ) -> Float[Tensor, "tokens width"]:
-        """Return the normalised hidden state of each token of the step."""
+    ) -> Float[Tensor, "kept width"]:
+        """Return the normalised hidden state of each token of the step, or of its ``hidden_rows``."""
         x = self.embed_tokens(batch.token_ids)
         x = x * torch.tensor(x.shape[1] ** 0.5, dtype=x.dtype)  # rounded to the model's type first, as in training
         for layer, window in zip(self.layers, self.windows, strict=True):
@@ -97,7 +97,7 @@ class Gemma3(nn.Module):
             for rope in (config.rope, local)
         ]
 
-    def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "tokens width"]:
+    def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "kept width"]:
         """Compute a step: write its keys and values to the cache, return the hidden states."""
         dtype = self.model.norm.weight.dtype
         angles, sliding = (rotary.angles(batch.positions, dtype) for rotary in self.rotaries)

@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
         angles: Angles,
         cache: KVCache,
         batch: Batch,
-    ) -> tuple[Float[Tensor, "... tokens width"], Float[Tensor, "tokens width"] | None]:
+    ) -> tuple[Float[Tensor, "... kept width"], Float[Tensor, "kept width"] | None]:
         """Return what is still to be added, maybe in parts, and the residual; or their sum alone."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, angles, cache, batch)
         x, residual = self.mlp(x, residual, self.post_attention_layernorm)
@@ -55,8 +55,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, angles: Angles, cache: KVCache, batch: Batch) -> Float[Tensor, "tokens width"]:
-        """Return the normalised hidden state of each token of the step."""
+    def forward(self, angles: Angles, cache: KVCache, batch: Batch) -> Float[Tensor, "kept width"]:
+        """Return the normalised hidden state of each token of the step, or of its ``hidden_rows``."""
         x, residual = self.embed_tokens(batch.token_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, angles, cache, batch)
@@ -83,7 +83,7 @@ class Llama(nn.Module):
         """Build one layer's attention."""
         return Attention(config, layer, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "tokens width"]:
+    def forward(self, batch: Batch, cache: KVCache) -> Float[Tensor, "kept width"]:
         """Compute a step: write its keys and values to the cache, return the hidden states."""
         angles = self.rotaries[0].angles(batch.positions, self.model.norm.weight.dtype)
         hidden: Tensor = self.model(angles, cache, batch)

@@ -75,7 +75,7 @@ def our_logits(
     rows, start = [], 0
     for size in chunks or [len(token_ids)]:
         output = SchedulerOutput((Span(request, start, start + size, samples=True),))
-        batch = build_batch(output, block_size, backend, Drawn(1, torch.device(device)))
+        batch = build_batch(output, block_size, backend, Drawn(1, torch.device(device)), all_hidden=True)
         rows.append(ours.model.logits(ours.model(batch, cache)))
         start += size
     assert start == len(token_ids)

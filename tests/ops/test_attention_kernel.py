@@ -16,10 +16,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 import nanovllm.ops.attention as front
-from nanovllm.cuda_graphs import MOST_PARTS, MOST_SHARED, DecodeGraphs
+from nanovllm.cuda_graphs import DecodeGraphs, lay, split
 from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import find_backend, paged, reference
 from nanovllm.ops.rotate_and_store.reference import quantize
+from nanovllm.request import Request
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The 16-bit types round the probabilities once more than the reference does; sums run in another order.
@@ -435,17 +438,34 @@ def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
     graphs.cache = SimpleNamespace(data=torch.empty(1, 2, 1, 16, case.keys.shape[2], 1), block_size=16)
     lens = np.array([len(table) for table in case.tables])
     blocks = np.array([block for table in case.tables for block in table], np.int32)
-    field = {"decodes": np.full((rows + 1, 5), -9), "owners": np.full(MOST_PARTS, -9), "rest": np.full(MOST_PARTS, -9)}
-    field["shared"] = np.full((MOST_SHARED, 3), -9)
-    contexts = np.array(case.context_lens)
+    ends = [context - 1 for context in case.context_lens]
+    slots = [table[end // 16] * 16 + end % 16 for end, table in zip(ends, case.tables, strict=True)]
+    graphs._max_blocks, graphs._views, graphs.drawn = int(lens.max()), {}, SimpleNamespace(source=lambda span: 7)
+    graphs._inbox = torch.full((1, 20_000), -9, dtype=torch.int32)
+    params = SamplingParams(temperature=0.5, top_k=3)
+    spans = [
+        Span(
+            Request(request_id="", prompt_token_ids=[1], params=params, max_tokens=9, arrival=0, block_ids=table),
+            end, end + 1, True,
+        )
+        for end, table in zip(ends, case.tables, strict=True)
+    ]  # fmt: skip
     monkeypatch.setattr(paged, "SHORT_CHUNKS", {})
-    cuts = graphs._cut(field, contexts, np.cumsum(lens) - lens, blocks, rows)
+    cuts = graphs._write(0, spans, rows)
+    fields = lay(rows, cuts, graphs._max_blocks)
+    field = split(graphs._inbox[0], fields, torch)
     assert bool(cuts.shared) == bool(cuts.rest) == (name in GROUPS)
     assert cuts.chunk == SMALL_CHUNK and not cuts.long
-    there = {name: torch.tensor(array, dtype=torch.int32, device=DEVICE) for name, array in field.items()}
+    assert int(field["size"]) == fields["tables"].start + len(blocks)
+    assert field["tables"][: len(blocks)].tolist() == blocks.tolist()
+    assert field["slots"].tolist() == [*slots, *[-1] * (rows - number)]
+    assert field["sources"].tolist() == [7] * number + [0] * (rows - number)
+    assert field["top_k"].tolist() == [3] * number + [0] * (rows - number)
+    torch.testing.assert_close(field["temperatures"], torch.tensor([0.5] * number + [0.0] * (rows - number)))
+    there = {name: array.to(DEVICE) for name, array in field.items()}
     plan = paged.graph_plan(
-        there["decodes"], there["owners"][: cuts.parts], there["rest"][: cuts.rest], there["shared"][: cuts.shared],
-        torch.tensor(blocks, device=DEVICE), longest=0, chunk=cuts.chunk,
+        there["decodes"], there["owners"], there["rest"], there["shared"], there["tables"],
+        longest=0, chunk=cuts.chunk,
     )  # fmt: skip
     query = torch.cat((case.query, case.query.new_full((rows + 1 - number, *case.query.shape[1:]), torch.nan)))
     for window in (None, 70):

@@ -117,15 +117,38 @@ def test_stages_fit_the_shared_memory(monkeypatch):
     assert [tile_kernel._stages(8, num_bytes, device) for num_bytes in (8192, 16_384, 65_536)] == [8, 6, 2]
 
 
+def test_the_library_computes_in_parts_where_processors_would_be_idle():
+    rows, parts = (64, 65, 128, 129, 256, 257), few_rows.choose_parts
+    assert [parts(number, 1024, 3072) for number in rows] == [1, 4, 4, 2, 2, 1]  # Qwen3-0.6B
+    assert [parts(number, 4096, 12_288) for number in rows] == [1, 2, 2, 2, 2, 1]  # Qwen3-8B
+    assert [parts(number, 8192, 4096) for number in rows] == [1, 2, 2, 1, 1, 1]
+    assert [parts(number, 1024, 2000) for number in rows] == [1] * 6  # inputs that four parts would not share evenly
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_the_library_add_up(parts, dtype, monkeypatch):
+    if DEVICE == "cpu":  # where PyTorch has no such product
+        monkeypatch.setattr(torch, "bmm", lambda one, two, out_dtype: one.to(out_dtype) @ two.to(out_dtype))
+    x, weight = apart(70, 512, dtype), draw(96, 512, dtype=dtype, scale=512**-0.5)
+    found = few_rows.multiply_in_parts(x, weight, parts)
+    assert (found.shape, found.dtype) == ((parts, 70, 96), torch.float32)
+    torch.testing.assert_close(
+        found.double().sum(0), reference.linear(x.double(), weight.double()), rtol=1e-4, atol=1e-4
+    )
+    share = reference.linear(x[:, : 512 // parts].double(), weight[:, : 512 // parts].double())
+    torch.testing.assert_close(found[0].double(), share, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 65, 129, 256, 257])
 def test_the_front_door_takes_it_between_its_limits(rows, level, monkeypatch):
     monkeypatch.setattr(overlap, "OVERLAP", level)
     weight = draw(256, 1024, dtype=torch.bfloat16, scale=1024**-0.5)
     product = prepare(weight, None, torch.bfloat16)
     x = draw(rows, 1024, dtype=torch.bfloat16)
-    between = few_rows.ROWS < rows <= few_rows.TILE_ROWS
+    between = few_rows.ROWS < rows <= few_rows.IN_PARTS[1]  # first our parts, then the library's
     added = draw(rows, 256, dtype=torch.bfloat16)
     parts, rest = product.plus(x, added)
     assert parts.dim() == (3 if between else 2) and (rest is None) == (rows <= few_rows.ROWS)

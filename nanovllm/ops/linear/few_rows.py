@@ -23,6 +23,13 @@ LONG, WIDE = 3072, 32_768
 """The products of Qwen3-0.6B have up to so many inputs, those of Qwen3-8B more: there one row alone gains. A product
 with more outputs, a head, is large enough for cuBLAS from 17 rows on."""
 
+IN_PARTS = (65, 256)
+"""Numbers of rows for which cuBLAS computes a product of few outputs faster in parts along its inputs."""
+
+BLOCK, BUSY = 128, 64
+"""A processor takes a block of about so many rows by so many outputs; a large GPU has room for more of these than
+``BUSY``. Twice as many parts as that needs gain nothing: they are written and read again in float32."""
+
 
 def available(weight: Tensor) -> bool:
     """Whether the kernels can take the weight."""
@@ -71,12 +78,39 @@ class FewRows(Product):
             return self.kernel.plus(x, residual, self.weight, self.bias), None
         if self.rows < x.shape[0] <= self.tile_rows and kernels_run_on(x, self.weight):
             return self.tile_kernel.multiply(x, self.weight, self.bias, in_parts=True), residual
+        parts = choose_parts(x.shape[0], *self.weight.shape)
+        if parts > 1 and self.bias is None and kernels_run_on(x, self.weight) and _adds_in_float32(x):
+            return multiply_in_parts(x, self.weight, parts), residual
         return super().plus(x, residual)
 
     def _fuses(self, x: Tensor, residual: Tensor | None, norm_weight: Tensor) -> bool:
         if residual is not None or not 0 < x.shape[0] <= self.norm_rows:
             return False
         return kernels_run_on(x, norm_weight, self.weight)
+
+
+def choose_parts(rows: int, outputs: int, inputs: int) -> int:
+    """Return into how many parts along its inputs a product for the library is cut: 1, 2 or 4."""
+    blocks = -(-rows // BLOCK) * -(-outputs // BLOCK)
+    least, most = IN_PARTS
+    if not least <= rows <= most or blocks > BUSY or inputs % (4 * BLOCK):
+        return 1
+    return 4 if 8 * blocks <= BUSY else 2
+
+
+def _adds_in_float32(x: Tensor) -> bool:
+    """Whether PyTorch gives the sums of such numbers as float32: from 2.8 on, of 16 bits."""
+    return x.element_size() == 2 and hasattr(torch.ops.aten.bmm, "dtype")
+
+
+def multiply_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Return the product in float32 as [parts, rows, outputs], which are to be added; see ``reference.plus``.
+
+    ``parts`` products of as many inputs each, computed by the library side by side.
+    """
+    factors = x.view(len(x), parts, -1).transpose(0, 1)  # [parts, rows, inputs / parts]
+    lines = weight.view(len(weight), parts, -1).permute(1, 2, 0)  # [parts, inputs / parts, outputs]
+    return torch.bmm(factors, lines, out_dtype=torch.float32)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, tile_rows: int) -> Tensor:

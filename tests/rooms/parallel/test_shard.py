@@ -45,7 +45,11 @@ def logits(folder, token_ids, communicator=None):
     with torch.inference_mode():
         for start, stop in ((0, 5), (5, len(token_ids))):
             output = SchedulerOutput((Span(request, start, stop, True),))
-            rows.append(model.logits(model(build_batch(output, 8, find_backend("auto", "cpu"), Drawn(1, CPU)), cache)))
+            rows.append(
+                model.logits(
+                    model(build_batch(output, 8, find_backend("auto", "cpu"), Drawn(1, CPU), all_hidden=True), cache)
+                )
+            )
     return torch.cat(rows)
 
 
