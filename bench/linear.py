@@ -7,7 +7,8 @@ Shapes are those of Qwen3-0.6B and Qwen3-8B in bfloat16. The gate comes first: a
 says is not timed. Then the layers of a whole model, each with weights of its own, and its head are captured in a CUDA
 graph, each product reading what the last one wrote. The share is that of the bandwidth of a plain copy, counting the
 weights alone, once. A second table times each product by itself, over all layers, with several tiles. Kernels are
-compiled beforehand by processes side by side. The last line is JSON.
+compiled beforehand by processes side by side. A third table times products of few outputs in parts, for more rows.
+The last line is JSON.
 
 How a variant is named:
 
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from nanovllm.ops.activation import gate_times_up
 from nanovllm.ops.kernels import TRITON
-from nanovllm.ops.linear import reference
+from nanovllm.ops.linear import few_rows, reference
 from nanovllm.ops.rms_norm import add_rms_norm, rms_norm
 
 if TRITON:
@@ -46,6 +47,7 @@ if TRITON:
     CHOSEN = kernel.FEW_ROWS
 
 ROWS = {"0.6B": (1, 2, 3, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8, 16, 32)}
+PARTS_ROWS = (64, 96, 128, 160, 192, 224, 256)
 TILE_ROWS = {"0.6B": (1, 2, 4, 8, 16, 32, 64), "8B": (1, 2, 4, 8)}
 EPS = 1e-6
 BUFFER_BYTES = 256 * 2**20
@@ -296,6 +298,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e6:.2f} TB/s; compiled in {compiled} s")
     steps: dict[str, dict[str, dict[int, float]]] = {}
     cuts: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+    parts: dict[str, dict[str, dict[int, dict[int, float]]]] = {}
     for name in options.models:
         model = Model(SHAPES[name])
         torch.cuda.synchronize()  # the weights are there: from now on kernels may read them before they wait
@@ -309,11 +312,12 @@ def main() -> None:
         steps[name] = step_table(name, model, copy, flush)
         if not options.no_tiles:
             cuts[name] = tile_table(name, model, copy, flush)
+        parts[name] = parts_table(name, model, copy, flush)
         del model
         torch.cuda.empty_cache()
     seconds = round(time.perf_counter() - began, 1)
     result = {"device": device, "copy_tb_s": round(copy / 1e6, 3), "seconds": seconds, "steps_us": steps}
-    print(json.dumps({**result, "tiles_us": cuts}))
+    print(json.dumps({**result, "tiles_us": cuts, "parts_us": parts}))
 
 
 def step_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str, dict[int, float]]:
@@ -356,6 +360,30 @@ def tile_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str,
             floor = 2 * outputs * inputs / copy
             cells = " ".join(f"{cut}={took:.2f}" for cut, took in times.items())
             print(f"{product:8s} {rows:3d} rows, copy {floor:6.2f}: {cells}", flush=True)
+    return table
+
+
+def parts_table(name: str, model: Model, copy: float, flush: Tensor) -> dict[str, dict[int, dict[int, float]]]:
+    """Print microseconds of cuBLAS's products of few outputs, whole and in parts; ``*``: what an engine takes."""
+    table: dict[str, dict[int, dict[int, float]]] = {}
+    for product in ("o", "down"):
+        weights = model.weights[product]
+        outputs, inputs = weights[0].shape
+        table[product] = {}
+        for rows in PARTS_ROWS:
+            x, times = normal(rows, inputs), {}
+            chosen = few_rows.choose_parts(rows, outputs, inputs)
+            exact = F.linear(x.double(), weights[0].double())
+            for number in (1, 2, 4):
+                multiply = partial(few_rows.multiply_in_parts, parts=number) if number > 1 else F.linear
+                found = multiply(x, weights[0]).double()
+                off = float(((found if number == 1 else found.sum(0)) - exact).norm() / exact.norm())
+                assert off < 1e-2, f"{product}, {rows} rows in {number} parts: off by {off:.1e}"
+                calls = [partial(multiply, weight=weight) for weight in weights]
+                times[number] = round(time_one(partial(_each, calls, x), flush) / len(calls), 2)
+            table[product][rows] = times
+            cells = " ".join(f"{number}{'*' * (number == chosen)}={took:.2f}" for number, took in times.items())
+            print(f"{name} {product:8s} {rows:3d} rows, copy {2 * outputs * inputs / copy:6.2f}, parts: {cells}")
     return table
 
 

@@ -18,11 +18,12 @@ import torch
 from common import copy_bandwidth, microseconds
 from torch import Tensor
 
-from nanovllm.ops import activation, rms_norm, rotary, rotate_and_store, sample, store_kvcache
+from nanovllm.ops import activation, look_up, rms_norm, rotary, rotate_and_store, sample, store_kvcache
 from nanovllm.ops.kernels import TRITON
 from nanovllm.ops.rotate_and_store import reference
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 1024, 3072, 16, 8, 128, 151_936
+ENTRIES = 16_384
 TOKENS = (1, 8, 64, 256, 4096)
 GATE_TOKENS = (1, 37, 256)
 EPS = 1e-6
@@ -102,6 +103,11 @@ FUSED_BYTES = 2 * 2 * (HEADS + KV_HEADS + KV_HEADS) * HEAD_DIM + 2 * 2 * HEAD_DI
 # float8 is an eighth. Tokens and stored rows are equal.
 UNIT = 2**-7
 CASES = (
+    Case(
+        name="look_up", make=lambda n: (normal(ENTRIES, HIDDEN), torch.randint(ENTRIES, (n,), device="cuda")),
+        kernel=look_up.look_up, reference=look_up.reference.look_up,
+        bytes_per_token=2 * 2 * HIDDEN + 8, tolerance=0.0,
+    ),
     Case(
         name="rms_norm", make=lambda n: (normal(n, HIDDEN), normal(HIDDEN), EPS),
         kernel=rms_norm.rms_norm, reference=rms_norm.reference.rms_norm,
