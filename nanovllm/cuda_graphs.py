@@ -14,7 +14,7 @@ that the same requests will need as they get fewer. They share their working mem
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -136,9 +136,8 @@ class DecodeGraphs:
         self._inbox = torch.zeros(SLOTS, words, dtype=torch.int32, pin_memory=True)
         self._outbox = torch.zeros(SLOTS, self.sizes[-1], dtype=torch.int64, pin_memory=True)
         self._turn = torch.zeros((), dtype=torch.int64, device=device)
-        # the allocator of pinned memory knows of copies alone: one behind the last step keeps it from others until then
-        for there, here in ((self._message[0], self._inbox[0, 0]), (self._turn, self._outbox[0, 0])):
-            weakref.finalize(self, there.copy_, here, non_blocking=True).atexit = False
+        pairs = ((self._message[0], self._inbox[0, 0]), (self._turn, self._outbox[0, 0]))
+        weakref.finalize(self, _let_go, pairs, torch.cuda.current_stream(device)).atexit = False
         self._views: dict[tuple[int, int, Cuts], tuple[dict[str, Any], int]] = {}
         self._steps = 0  # as the device counts them in ``_turn``
         self._recorded: dict[Key, Recorded] = {}
@@ -282,6 +281,16 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
             logits = step()
         return Recorded(graph, logits)
+
+
+def _let_go(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> None:
+    """Keep the host's memory from others until the last step has ended: its allocator knows of copies, not of kernels.
+
+    Not on whatever stream is the current one: another engine may be recording there.
+    """
+    with torch.cuda.stream(stream):
+        for there, here in pairs:
+            there.copy_(here, non_blocking=True)
 
 
 def _at_least(number: int, least: int) -> int:

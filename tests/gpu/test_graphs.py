@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cuda_graphs import _let_go
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +115,15 @@ def test_the_memory_a_step_takes_is_set_aside(folder):
             torch.cuda.synchronize()
             assert torch.cuda.max_memory_allocated() <= 0.2 * total
     assert torch.cuda.memory_allocated() <= before + (1 << 20), "memory is not given back"
+
+
+def test_the_hosts_memory_is_kept_from_others_until_the_last_step_has_ended():
+    """An engine may go while a step is under way, which will still read its message and write its tokens."""
+    here = torch.zeros(5000, dtype=torch.int32, pin_memory=True)
+    there, place = torch.zeros(1, dtype=torch.int32, device="cuda"), here.data_ptr()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    _let_go(((there[0], here[0]),), torch.cuda.current_stream())
+    del here
+    assert torch.zeros(5000, dtype=torch.int32, pin_memory=True).data_ptr() != place
+    torch.cuda.synchronize()
