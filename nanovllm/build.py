@@ -194,7 +194,7 @@ def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, re
         logprobs_mode=config.logprobs_mode,
     )
     if config.compile:  # now, for graphs are recorded in the first step
-        find(f"{COMPILER}:warm_up")(runner)
+        find(f"{COMPILER}:warm_up")(runner, config.max_num_seqs)
     return runner
 
 

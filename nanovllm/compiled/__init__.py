@@ -60,19 +60,22 @@ def prepare(model: torch.nn.Module, device: torch.device, config: EngineConfig) 
 
 
 @torch.inference_mode()
-def warm_up(runner: ModelRunner) -> None:
+def warm_up(runner: ModelRunner, max_requests: int) -> None:
     """Compile everything that steps will call: for several rows, however many, and for a single one.
+
+    Of three requests two draw, if so many may: the last layer goes on with these, and a step in which all draw would be
+    recorded.
 
     Takes a minute for the first model of a machine, and seconds once PyTorch's cache on disk knows it. Writes to the
     first slot of the cache, which nobody reads. Raises ConfigError if the compiler fails.
     """
-    for rows in (2, 1):
+    for rows, drawing in ((3, min(2, max_requests)), (1, 0)):
         spans = []
         for place in range(rows):
             request = Request(
                 request_id="", prompt_token_ids=[0], params=SamplingParams(), max_tokens=1, arrival=place, block_ids=[0]
             )
-            spans.append(Span(request, 0, 1, False))
+            spans.append(Span(request, 0, 1, place < drawing))
         try:
             runner.submit(SchedulerOutput(tuple(spans)))()
         except torch.OutOfMemoryError:

@@ -57,6 +57,19 @@ def answers(llm):
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_one_layer_that_keeps_fewer_rows_than_it_gets(tmp_path):
+    """The last layer's products have as many rows as draw, another number than those of the layers before."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
+    with (
+        open_llm(tmp_path, max_num_batched_tokens=24, compile=True, load_format="dummy") as llm,
+        torch.compiler.set_stance("fail_on_recompile"),
+    ):
+        tokens, _ = answers(llm)
+    assert list(map(len, tokens)) == [20, 4, 9, 13]
+
+
+@needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # PyTorch's compiler has some
 def test_answers_are_the_same_and_nothing_is_compiled_in_a_step(folder):
     with open_llm(folder, max_num_batched_tokens=24) as llm:
