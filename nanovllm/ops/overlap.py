@@ -8,7 +8,8 @@ Launched with ``launch_options``, the next one is set up meanwhile, and reads wh
 
 Rules for a kernel that is launched so; each of its programs keeps them:
 
-- Before ``wait`` it reads constants alone: weights, tables, what was there before the step. It writes nothing at all.
+- Before ``wait`` it reads constants alone: weights, tables, what was there before the step, or in a recorded step the
+  message that its first kernel gets (the second, ``take_tokens``, is no such kernel). It writes nothing at all.
   An earlier kernel may still be writing what this one reads, and may still be reading what this one writes: the
   allocator hands a buffer to the next tensor as soon as the host has let go of the last.
 - It waits, whatever it does and even if it has nothing to do: who waits for this kernel relies on all before it.

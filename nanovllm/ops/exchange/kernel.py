@@ -15,10 +15,11 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["words"])  # it changes with each graph: nothing should be compiled for it
-def receive_kernel(inbox, turn, message, slots, most, words, BLOCK: tl.constexpr, WAITS: tl.constexpr):
-    """Copy ``BLOCK`` words, the first of them in any case: to learn how many there are takes as long as to get them."""
-    release(WAITS)
-    wait(WAITS)
+def receive_kernel(inbox, turn, message, slots, most, words, BLOCK: tl.constexpr):
+    """Copy ``BLOCK`` words, the first of them in any case: to learn how many there are takes as long as to get them.
+
+    Kernels may read the message before they ``wait``, so the next one must be launched without that option.
+    """
     slot = inbox + tl.load(turn) % slots * most
     begin = tl.program_id(0) * BLOCK
     at = begin + tl.arange(0, BLOCK)
@@ -32,9 +33,7 @@ def receive_kernel(inbox, turn, message, slots, most, words, BLOCK: tl.constexpr
 def receive(inbox: Tensor, turn: Tensor, message: Tensor) -> None:
     """See ``reference.receive``. Up to ``BLOCK`` - 1 words behind a message may be copied with it."""
     (slots, most), words = inbox.shape, message.shape[0]
-    receive_kernel[(triton.cdiv(words, BLOCK),)](
-        inbox, turn, message, slots, most, words, BLOCK=BLOCK, num_warps=4, **launch_options(message)
-    )
+    receive_kernel[(triton.cdiv(words, BLOCK),)](inbox, turn, message, slots, most, words, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.overlap import launch_options, release, wait
-
 
 @triton.jit
-def take_tokens_kernel(sources, drawn, out, tokens, BLOCK: tl.constexpr, WAITS: tl.constexpr):
-    """Resolve ``BLOCK`` sources."""
-    release(WAITS)
-    wait(WAITS)
+def take_tokens_kernel(sources, drawn, out, tokens, BLOCK: tl.constexpr):
+    """Resolve ``BLOCK`` sources.
+
+    Not launched early, so that it is a barrier (see ``overlap``): in a recorded step it comes behind the kernel that
+    gets the step's message, and those that follow read the message before they wait.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + at, at < tokens, 0)
     found = tl.load(drawn - 1 - source, (at < tokens) & (source < 0), 0)
@@ -23,7 +23,5 @@ def take_tokens(sources: Tensor, drawn: Tensor) -> Tensor:
     """See ``reference.take_tokens``."""
     out = torch.empty_like(sources)
     if tokens := sources.shape[0]:
-        grid = (triton.cdiv(tokens, 1024),)
-        options = launch_options(sources)
-        take_tokens_kernel[grid](sources, drawn, out, tokens, BLOCK=1024, num_warps=4, **options)
+        take_tokens_kernel[(triton.cdiv(tokens, 1024),)](sources, drawn, out, tokens, BLOCK=1024, num_warps=4)
     return out
