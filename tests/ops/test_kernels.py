@@ -2,16 +2,28 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanovllm.ops import activation, rms_norm, rotary, rotate_and_store, sample, store_kvcache
+from nanovllm.ops import activation, kernels, rms_norm, rotary, rotate_and_store, sample, store_kvcache
 from nanovllm.ops.kernels import TRITON, kernels_run_on
 
 
 def test_tensors_on_a_cpu_take_the_reference():
     assert not kernels_run_on(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(("capability", "able"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_too_old_for_the_kernels_takes_the_references(capability, able, monkeypatch):
+    """Compute capability 7.5 has float16 and 64 KiB of shared memory, of which products of few rows take more."""
+    kernels._able.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "TRITON", True)
+    there = SimpleNamespace(is_cuda=True, dtype=torch.float16, get_device=lambda: 0, stride=lambda dim: 1)
+    assert kernels_run_on(there) is kernels_run_on(there, there) is able
+    kernels._able.cache_clear()
 
 
 def test_front_doors_do_not_import_triton():
