@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 from torch import Tensor
 

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 
+import clone  # noqa: F401
 import torch
 from torch import Tensor
 

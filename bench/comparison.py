@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
+
 from nanovllm.cli.rows import LARGEST_TOKEN, ROWS, Load, Sizes
 
 ROOT = Path(__file__).resolve().parent.parent

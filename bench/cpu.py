@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
+
 DTYPE = "auto"
 REQUESTS, LOW, HIGH, VOCAB, ALONE = 32, 16, 128, 10_000, 64
 

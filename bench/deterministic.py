@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 import torch.nn.functional as F
 from idle import CONFIG

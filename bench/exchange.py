@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import clone  # noqa: F401
 import torch
 from torch import Tensor
 

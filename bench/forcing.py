@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import clone  # noqa: F401
+
 from nanovllm import LLM, SamplingParams
 
 Scores = list[dict[int, float]]

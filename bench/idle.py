@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 from torch.profiler import ProfilerActivity, profile
 

@@ -17,6 +17,7 @@ import time
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 
 from nanovllm import LLM, SamplingParams

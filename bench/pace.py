@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 
 from nanovllm import LLM, SamplingParams

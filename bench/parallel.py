@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 
 from nanovllm import LLM, SamplingParams

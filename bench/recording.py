@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any, cast
 
+import clone  # noqa: F401
+
 from nanovllm import SamplingParams
 from nanovllm.admission import Limits
 from nanovllm.block_manager import BlockManager

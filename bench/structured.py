@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import clone  # noqa: F401
 import torch
 from idle import CONFIG
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,8 +1,12 @@
 """Scripts that need a device cannot run everywhere, but what they are built from must be there."""
 
+import ast
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +36,25 @@ def test_every_script_finds_what_it_names(name, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     module = load(name)
     assert module.__doc__
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_finds_the_clone_where_nothing_is_installed(name):
+    """``clone`` comes first, or what brings it."""
+    imported = []
+    for node in ast.parse((BENCH / f"{name}.py").read_text(encoding="utf-8")).body:
+        imported += [node.module] if isinstance(node, ast.ImportFrom) else []
+        imported += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+    ours = next((place for place, module in enumerate(imported) if module.startswith("nanovllm")), None)
+    assert ours is None or {"clone", "common", "comparison", "compare_vllm"} & {*imported[:ours]}
+
+
+def test_a_script_runs_where_nothing_is_installed(tmp_path):
+    """-S leaves out what editable installations put into a Python's path."""
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    command = [sys.executable, "-S", str(BENCH / "compare_vllm.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("usage: compare_vllm.py"), done.stderr
 
 
 MODEL = {
