@@ -24,7 +24,7 @@ def main_load(model: str, scale: float, seed: int = 0) -> Load:
 
 
 def last_json(command: list[str]) -> dict[str, Any]:
-    """Run a process whose last line is JSON; if it fails, end with its status and its last words."""
+    """Run a process, return its last line of JSON (libraries log behind it); if it fails, end as it did."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -32,7 +32,7 @@ def last_json(command: list[str]) -> dict[str, Any]:
         words = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
         print(words[-1], file=sys.stderr)
         sys.exit(done.returncode)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     return found
 
 
