@@ -147,7 +147,22 @@ def build(config: EngineConfig) -> Built:
 
 
 def build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, ranks: Any) -> tuple[ModelRunner, int]:
-    """Load the model and allocate the cache, or what one of several ranks has of both; return also its blocks."""
+    """Load the model and allocate the cache, or what one of several ranks has of both; return also its blocks.
+
+    Raises ConfigError where a GPU has no memory for weights, a step or its graphs.
+    """
+    try:
+        return _build_runner(config, checkpoint, facts, ranks)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"weights, a step and its CUDA graphs do not fit into the memory of {facts.device} ({error}). Lower "
+            f"{_levers(config, facts)}, or gpu_memory_utilization={config.gpu_memory_utilization}; raise "
+            f"tensor_parallel_size={config.tensor_parallel_size}; or take a smaller model.",
+            parameter="gpu_memory_utilization", value=config.gpu_memory_utilization,
+        ) from error  # fmt: skip
+
+
+def _build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, ranks: Any) -> tuple[ModelRunner, int]:
     whole, facts = facts, facts if ranks is None else ranks.facts
     model = build_model(facts.model, facts.max_model_len, facts.dtype, facts.device)
     if ranks is not None:
@@ -183,16 +198,11 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, rank
 
 def _runner(config: EngineConfig, facts: Plan, model: Any, cache: KVCache, *, record_ahead: bool = True) -> ModelRunner:
     runner = ModelRunner(
-        model,
-        cache,
-        facts.backend,
-        max_requests=min(config.max_num_seqs, facts.max_num_batched_tokens),
-        max_model_len=facts.max_model_len,
-        enforce_eager=config.enforce_eager,
-        record_ahead=record_ahead,
-        deterministic=facts.deterministic,
-        logprobs_mode=config.logprobs_mode,
-    )
+        model, cache, facts.backend,
+        max_requests=min(config.max_num_seqs, facts.max_num_batched_tokens), max_model_len=facts.max_model_len,
+        enforce_eager=config.enforce_eager, record_ahead=record_ahead,
+        deterministic=facts.deterministic, logprobs_mode=config.logprobs_mode,
+    )  # fmt: skip
     if config.compile:  # now, for graphs are recorded in the first step
         find(f"{COMPILER}:warm_up")(runner, config.max_num_seqs)
     return runner
@@ -213,24 +223,17 @@ def working_bytes(config: EngineConfig, facts: Plan, model: Any) -> int:
     for place, request in enumerate(requests):
         request.block_ids = list(range(place * blocks, (place + 1) * blocks))
     torch.cuda.empty_cache()
-    try:
-        cache = KVCache.allocate(facts.model, blocks * len(requests), facts.block_size, facts.cache_dtype, facts.device)
-        runner = _runner(config, facts, model, cache, record_ahead=False)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        runner.submit(SchedulerOutput(tuple(Span(request, 0, length, True) for request in requests)))()
-        peak = torch.cuda.max_memory_allocated() - before
-        reserved = torch.cuda.memory_reserved()
-        for request in requests:  # a decode, whatever kind of it: its last token is one that was drawn
-            del request.prompt_token_ids[-1]
-        runner.submit(SchedulerOutput(tuple(Span(request, length - 1, length, True) for request in requests)))()
-        return int(peak + max(0, torch.cuda.memory_reserved() - reserved))
-    except torch.cuda.OutOfMemoryError as error:
-        raise ConfigError(
-            f"a step of {number} requests and {number * length} tokens does not fit beside the weights ({error}); "
-            f"lower max_num_batched_tokens={facts.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}.",
-            parameter="max_num_batched_tokens", value=facts.max_num_batched_tokens,
-        ) from error  # fmt: skip
+    cache = KVCache.allocate(facts.model, blocks * len(requests), facts.block_size, facts.cache_dtype, facts.device)
+    runner = _runner(config, facts, model, cache, record_ahead=False)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    runner.submit(SchedulerOutput(tuple(Span(request, 0, length, True) for request in requests)))()
+    peak = torch.cuda.max_memory_allocated() - before
+    reserved = torch.cuda.memory_reserved()
+    for request in requests:  # a decode, whatever kind of it: its last token is one that was drawn
+        del request.prompt_token_ids[-1]
+    runner.submit(SchedulerOutput(tuple(Span(request, length - 1, length, True) for request in requests)))()
+    return int(peak + max(0, torch.cuda.memory_reserved() - reserved))
 
 
 def cache_blocks(config: EngineConfig, facts: Plan, *, working: int | None = None, still_to_load: int = 0) -> int:
@@ -250,11 +253,15 @@ def cache_blocks(config: EngineConfig, facts: Plan, *, working: int | None = Non
         raise ConfigError(
             f"{spare} bytes are left for the cache, and one block of {facts.block_size} tokens takes {block_bytes}. "
             f"Raise gpu_memory_utilization={config.gpu_memory_utilization} or kv_cache_memory_bytes; lower "
-            f"max_num_batched_tokens={facts.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, which the "
-            "working memory of a step follows; or take a smaller block_size or model.",
+            f"{_levers(config, facts)}; on a GPU take kv_cache_dtype='fp8'; or take a smaller block_size or model.",
             parameter="kv_cache_memory_bytes", value=spare,
         )  # fmt: skip
     return blocks
+
+
+def _levers(config: EngineConfig, facts: Plan) -> str:
+    sizes = f"max_num_batched_tokens={facts.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}"
+    return f"{sizes} or max_model_len={facts.max_model_len}, which the working memory of a step follows"
 
 
 def _spare_bytes(config: EngineConfig, facts: Plan, working: int | None) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, Drawn
+from nanovllm.errors import ConfigError
 from nanovllm.kv_cache import KVCache
 from nanovllm.ops.exchange import deliver, receive
 from nanovllm.ops.sample import choose
@@ -277,9 +278,14 @@ class DecodeGraphs:
             return None if key.samples else logits
 
         graph = torch.cuda.CUDAGraph()
-        # relaxed: to load a kernel that was just compiled is no part of the graph
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-            logits = step()
+        try:  # relaxed: to load a kernel that was just compiled is no part of the graph
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
+                logits = step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # from the driver, or from what may not be recorded
+            rule = f"CUDA graphs cannot be recorded here ({str(error).partition(chr(10))[0]}). Set enforce_eager=True."
+            raise ConfigError(rule, parameter="enforce_eager", value=False) from error
         return Recorded(graph, logits)
 
 

@@ -31,18 +31,10 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: Any,
-        cache: KVCache,
-        backend: Any,
-        *,
-        max_requests: int,
-        max_model_len: int,
-        enforce_eager: bool = False,
-        record_ahead: bool = True,
-        deterministic: bool = False,
-        logprobs_mode: str = "raw_logprobs",
-    ) -> None:
+        self, model: Any, cache: KVCache, backend: Any, *,
+        max_requests: int, max_model_len: int, enforce_eager: bool = False, record_ahead: bool = True,
+        deterministic: bool = False, logprobs_mode: str = "raw_logprobs",
+    ) -> None:  # fmt: skip
         device = cache.data.device
         self.model = model
         self.cache = cache

@@ -1,5 +1,6 @@
 """What options, checkpoint and machine come to: types, and the attention backend that they allow."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,3 +170,28 @@ def test_log_probabilities_beyond_the_kernels_refuse_deterministic(number, monke
         plan_on(CUDA, monkeypatch, deterministic=True, max_logprobs=number)
     assert caught.value.parameter == "max_logprobs"
     assert plan_on(CUDA, monkeypatch, deterministic=True, max_logprobs=32).deterministic
+
+
+LEVERS = r"max_num_batched_tokens=\d+, max_num_seqs=\d+ or max_model_len=64, which the working memory of a step follows"
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_levers(monkeypatch):
+    def draw(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB.")
+
+    monkeypatch.setattr(build, "draw_weights", draw)
+    config = EngineConfig(model="folder", device="cpu", load_format="dummy")
+    checkpoint = SimpleNamespace(config=LLAMA)
+    with pytest.raises(ConfigError, match=rf"Tried to allocate 16.00 GiB.*Lower {LEVERS}, or gpu_memory_utiliz.*=0.9;"):
+        build.build_runner(config, checkpoint, build.plan(config, checkpoint), None)
+
+
+def test_a_cache_without_room_is_refused_with_the_levers(monkeypatch):
+    facts = plan_on(CUDA, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30_000_000, 100_000_000))
+    config = EngineConfig(model="folder", gpu_memory_utilization=0.8, max_num_seqs=9)
+    assert build.cache_blocks(config, facts, working=9_000_000) > 0
+    with pytest.raises(ConfigError, match=r"^-10000000 bytes are left .* gpu_memory_utilization=0.8 ") as caught:
+        build.cache_blocks(config, facts, working=20_000_000)
+    assert re.search(rf"lower {LEVERS}; on a GPU take kv_cache_dtype='fp8'", str(caught.value))
