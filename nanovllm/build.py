@@ -152,7 +152,8 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint, facts: Plan, rank
     Raises ConfigError where a GPU has no memory for weights, a step or its graphs.
     """
     try:
-        return _build_runner(config, checkpoint, facts, ranks)
+        with torch.cuda.device(facts.device if facts.device.type == "cuda" else -1):
+            return _build_runner(config, checkpoint, facts, ranks)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"weights, a step and its CUDA graphs do not fit into the memory of {facts.device} ({error}). Lower "

@@ -66,16 +66,12 @@ class LLMEngine:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        limits: Limits,
-        *,
+        self, scheduler: Scheduler, runner: Runner, limits: Limits, *,
         make_builder: Callable[[SamplingParams], TextBuilder] | None = None,
         decode_token: Callable[[int], str] | None = None,
         make_matcher: Callable[[SamplingParams], Matcher] | None = None,
         encode: Callable[[str], list[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.limits = limits
         self.observers: list[Observer] = []

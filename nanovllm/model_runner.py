@@ -27,7 +27,8 @@ class ModelRunner:
 
     On a GPU a step is under way when ``submit`` returns, and one more may be submitted before its tokens are fetched.
     Steps of decodes alone are replayed as CUDA graphs, unless ``enforce_eager``. ``deterministic`` asks the backend for
-    kernels that do not depend on the step; the model must have been loaded that way too.
+    kernels that do not depend on the step; the model must have been loaded that way too. A thread may have another
+    current device than the cache's.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ModelRunner:
         deterministic: bool = False, logprobs_mode: str = "raw_logprobs",
     ) -> None:  # fmt: skip
         device = cache.data.device
+        self._device = torch.cuda.device(device.index if device.type == "cuda" else -1)  # kernels go to the current one
         self.model = model
         self.cache = cache
         self.backend = backend
@@ -60,33 +62,34 @@ class ModelRunner:
     @torch.inference_mode()
     def submit(self, output: SchedulerOutput) -> Fetch:
         """Begin the step; return what waits for its tokens."""
-        self.cache.clear(output.spoiled)
-        drawing = [span for span in output.spans if span.samples]
-        samples = prompts = None
-        if self._graphs is not None and self._graphs.fits(output.spans):
-            samples = self._graphs.run(drawing)
-        else:
-            scores = any(span.request.unscored(span.start, span.stop) for span in output.spans)
-            batch = build_batch(
-                output, self.cache.block_size, self.backend, self._drawn,
-                deterministic=self.deterministic, all_hidden=scores,
-            )  # fmt: skip
-            hidden = self.model(batch, self.cache)
-            if scores:
-                prompts = find(PROMPTS)(self.model, hidden, output.spans, self.logprobs_mode)
-            if drawing:
-                logits = self.model.logits(hidden if batch.hidden_rows is not None else hidden[batch.sample_rows])
-                samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
-        if samples is prompts is None:
-            return lambda: [None] * len(output.spans)
-        if not self.lookahead:
-            return _dealer(output.spans, samples, prompts, None)
-        if samples is not None:
-            self._drawn.keep(drawing, samples.tokens)
-            samples = samples.to_host()
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return _dealer(output.spans, samples, prompts, arrived.synchronize)
+        with self._device:
+            self.cache.clear(output.spoiled)
+            drawing = [span for span in output.spans if span.samples]
+            samples = prompts = None
+            if self._graphs is not None and self._graphs.fits(output.spans):
+                samples = self._graphs.run(drawing)
+            else:
+                scores = any(span.request.unscored(span.start, span.stop) for span in output.spans)
+                batch = build_batch(
+                    output, self.cache.block_size, self.backend, self._drawn,
+                    deterministic=self.deterministic, all_hidden=scores,
+                )  # fmt: skip
+                hidden = self.model(batch, self.cache)
+                if scores:
+                    prompts = find(PROMPTS)(self.model, hidden, output.spans, self.logprobs_mode)
+                if drawing:
+                    logits = self.model.logits(hidden if batch.hidden_rows is not None else hidden[batch.sample_rows])
+                    samples = sample(logits, drawing, self._drawn, logprobs_mode=self.logprobs_mode)
+            if samples is prompts is None:
+                return lambda: [None] * len(output.spans)
+            if not self.lookahead:
+                return _dealer(output.spans, samples, prompts, None)
+            if samples is not None:
+                self._drawn.keep(drawing, samples.tokens)
+                samples = samples.to_host()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            return _dealer(output.spans, samples, prompts, arrived.synchronize)
 
 
 def _dealer(spans: Sequence[Span], samples: Samples | None, prompts: Any, wait: Callable[[], None] | None) -> Fetch:

@@ -90,3 +90,10 @@ def test_a_second_engine_has_the_room_of_the_first(folder: Path) -> None:
         with LLM(folder, device="cuda", skip_tokenizer_init=True, max_num_seqs=4) as llm:
             sizes.append(llm.llm_engine.scheduler.blocks.num_blocks)
     assert sizes[1] >= 0.95 * sizes[0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True, "attention_backend": "sdpa"}], ids=str)
+def test_a_device_that_is_not_the_current_one(folder: Path, options: dict) -> None:
+    assert run(folder, "cuda:1", **options) == run(folder, "cuda:0", **options)
+    assert torch.cuda.current_device() == 0
