@@ -36,9 +36,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", dict(hidden_size=320, num_attention_heads=4, num_key_value_heads=1)),  # head_dim 80
     "qwen3": (
         "Qwen3Config",
-        dict(hidden_size=384, num_attention_heads=6, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True),
+        dict(hidden_size=384, num_attention_heads=6, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True,
+             intermediate_size=1024),  # a product that is computed in parts at some numbers of rows
     ),
-}
+}  # fmt: skip
 LENGTHS = (1, 7, 64, 65, 200)
 """Of prompts: alone in a span, around a block, and longer than a step of ``chunks``."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def make_pair(family: str, folder: Path) -> SimpleNamespace:
     name, changes = FAMILIES[family]
     torch.manual_seed(list(FAMILIES).index(family))
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, name)(**SHAPE, **changes), attn_implementation="eager"
+        getattr(transformers, name)(**SHAPE | changes), attn_implementation="eager"
     ).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -262,6 +263,11 @@ def test_the_rows_stand_around_our_own_thresholds() -> None:
     """A threshold that moves wants its neighbours in ``ROWS``."""
     for most in (few_rows.ROWS, few_rows.TILE_ROWS):
         assert {most, most + 1} <= set(ROWS)
+    fewest, most = few_rows.IN_PARTS
+    assert {fewest - 1, fewest, most} <= set(ROWS)
+    qwen3 = SHAPE | FAMILIES["qwen3"][1]
+    parts = [few_rows.choose_parts(rows, qwen3["hidden_size"], qwen3["intermediate_size"]) for rows in ROWS]
+    assert [rows for rows, number in zip(ROWS, parts, strict=True) if number > 1] == [65, 128, 129, 255, 256]
     kernel = pytest.importorskip("nanovllm.ops.linear.kernel", reason="needs triton")
     for most in (kernel.FEW_ROWS, kernel.FEW, kernel.MAX_ROWS):
         assert {most, most + 1} <= set(ROWS)
