@@ -100,6 +100,13 @@ def test_where_there_is_no_such_cache_the_script_says_what_is_needed(fp8, tmp_pa
     assert "kv_cache_dtype is 'fp8'; it must be 'auto' here" in capsys.readouterr().err
 
 
+def test_idle_time_is_that_of_the_main_workload_unless_lengths_are_given():
+    work = load("idle").work
+    main, cut = work(256, None, None), work(3, 300, 7)
+    assert (sum(map(len, main.prompts)), sum(main.lengths)) == (142_827, 133_966)
+    assert ([len(prompt) for prompt in cut.prompts], cut.lengths) == ([7] * 3, [300] * 3)
+
+
 def test_engines_of_several_processes_are_compared(monkeypatch, capsys):
     """One engine and two replicas, on a CPU; ranks differ by a number."""
     script = load("parallel")
