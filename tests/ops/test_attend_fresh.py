@@ -90,7 +90,7 @@ def test_types_and_head_dims(head_dim, dtype):
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 64])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [1, 3, 15, 16])
 def test_blocks_and_groups(group, block_size):
     check([1, 40, CHUNK + 5], group=group, block_size=block_size, kv_heads=1)
 

@@ -199,46 +199,60 @@ def _fetch(
 
 @triton.jit
 def _turn(
-    base, offsets, live, norm, eps, cos, sin, dtype, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr
-):
-    """Load heads, normalise and rotate them as ``rotate_and_store.reference`` does; return them as ``PARTS``.
+    base, offsets, live, is_key, q_norm, k_norm, eps, cos, sin,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Load ROWS heads; return them as they are, and normalised and rotated as ``rotate_and_store.reference`` does it.
 
-    Each channel is mixed with the one half a head away, which is loaded a second time: it belongs to another thread.
+    Both as ``PARTS``. ``is_key``: which have the norm of keys. Each channel is mixed with the one half a head away,
+    which is loaded a second time: it belongs to another thread. All loads come first and have one shape, so that
+    nothing waits for the second while the third has not been asked for, and nothing has to change hands.
     """
     own = base.dtype.element_ty
-    scale = 1.0
-    if norm is not None:
-        squares = tl.zeros([offsets.shape[0]], tl.float32)
-        for index in tl.static_range(PARTS):
-            x = _load_some(base + index, offsets, live, tl.float32, HEAD_DIM // PARTS, WIDTH, PARTS, True)
-            squares += tl.sum(x * x, 1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    found = ()
+    raw, other, gains, other_gains, cosines, sines = (), (), (), (), (), ()
     for index in tl.static_range(PARTS):
         channel = tl.arange(0, WIDTH) * PARTS + index
-        inside = channel < HEAD_DIM
-        other = (channel + HEAD_DIM // 2) % HEAD_DIM
-        mask = live[:, None] & inside[None, :]
-        x = tl.load(base + offsets[:, None] + channel[None, :], mask, 0.0).to(tl.float32)
-        y = tl.load(base + offsets[:, None] + other[None, :], mask, 0.0).to(tl.float32)
-        if norm is not None:
-            x = (x * scale).to(own).to(tl.float32) * tl.load(norm + channel, inside, 0.0).to(tl.float32)[None, :]
-            y = (y * scale).to(own).to(tl.float32) * tl.load(norm + other, inside, 0.0).to(tl.float32)[None, :]
+        here = tl.broadcast_to(channel[None, :], (ROWS, WIDTH))
+        there = (here + HEAD_DIM // 2) % HEAD_DIM
+        inside = here < HEAD_DIM
+        mask = live[:, None] & inside
+        raw += (tl.load(base + offsets[:, None] + here, mask, 0.0),)
+        other += (tl.load(base + offsets[:, None] + there, mask, 0.0),)
+        cosines += (tl.load(cos + here, inside, 0.0).to(tl.float32),)
+        sines += (tl.load(sin + here, inside, 0.0).to(tl.float32),)
+        if q_norm is not None:
+            keys, queries = mask & is_key[:, None], mask & ~is_key[:, None]
+            gains += (tl.load(q_norm + here, queries, 0.0) + tl.load(k_norm + here, keys, 0.0),)
+            other_gains += (tl.load(q_norm + there, queries, 0.0) + tl.load(k_norm + there, keys, 0.0),)
+    scale = 1.0
+    if q_norm is not None:
+        squares = tl.zeros([ROWS], tl.float32)
+        for index in tl.static_range(PARTS):
+            x = raw[index].to(tl.float32)
+            squares += tl.sum(x * x, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    turned = ()
+    for index in tl.static_range(PARTS):
+        x, y = raw[index].to(tl.float32), other[index].to(tl.float32)
+        if q_norm is not None:
+            x = (x * scale).to(own).to(tl.float32) * gains[index].to(tl.float32)
+            y = (y * scale).to(own).to(tl.float32) * other_gains[index].to(tl.float32)
             x, y = x.to(own).to(tl.float32), y.to(own).to(tl.float32)
-        turned = (x * tl.load(cos + channel, inside, 0.0).to(tl.float32)[None, :]).to(own).to(tl.float32)
-        turned += y * tl.load(sin + channel, inside, 0.0).to(tl.float32)[None, :]
-        found += (turned.to(own).to(dtype),)
-    return found
+        turned += (((x * cosines[index]).to(own).to(tl.float32) + y * sines[index]).to(own),)
+    return raw, turned
 
 
 @triton.jit
-def _keep(place, row, scales, head, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Write a row [1, DIM] to its place in the cache; divided by a scale, if there are any, as ``quantize`` does."""
-    if scales is not None:
-        row = tl.div_rn(row.to(tl.float32), tl.load(scales + head))
-        row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    dims = tl.arange(0, DIM)[None, :]
-    tl.store(place + dims, row.to(place.dtype.element_ty), dims < HEAD_DIM)
+def _keep(place, rows, which, scales, head, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Write the row that ``which`` says to its place in the cache; divided by a scale, if any, as ``quantize`` does."""
+    for index in tl.static_range(PARTS):
+        row = rows[index]
+        if scales is not None:
+            row = tl.div_rn(row.to(tl.float32), tl.load(scales + head))
+            row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        channel = (tl.arange(0, WIDTH) * PARTS + index)[None, :]
+        places = tl.broadcast_to(place + channel, row.shape)
+        tl.store(places, row.to(place.dtype.element_ty), which[:, None] & (channel < HEAD_DIM))
 
 
 @triton.jit(do_not_specialize=["split"])
@@ -305,6 +319,7 @@ def _decode(
     # a window begins anywhere, a chunk where a tile does
     ONE: tl.constexpr = WINDOW == 0 and BLOCK_SIZE % BLOCK_N == 0
     blocks = _look_up(table, begin, stop, BLOCK_SIZE, BLOCK_N, ONE)
+    newest = tl.load(table + (context - 1) // BLOCK_SIZE)
     if WAITS and AHEAD > 0:
         _fetch(all_keys, table, begin, stop, kv_head, *all_strides, HEAD_DIM, BLOCK_SIZE, AHEAD)
         _fetch(all_values, table, begin, stop, kv_head, *all_strides, HEAD_DIM, BLOCK_SIZE, AHEAD)
@@ -319,18 +334,21 @@ def _decode(
     else:
         cos += row * angle_stride
         sin += row * angle_stride
-        at = heads * query_head_stride
-        q = _turn(query, at, lanes < GROUP, q_norm, eps, cos, sin, dtype, HEAD_DIM, WIDTH, PARTS)
+        # the key and the value are two rows more, whose products nobody reads
+        is_key, is_value = lanes == GROUP, lanes == GROUP + 1
+        kinds = tl.num_programs(0) * (GROUP + tl.where(is_value, 1, 0)) + kv_head
+        at = tl.where(lanes < GROUP, heads, kinds) * query_head_stride
+        raw, turned = _turn(
+            query, at, lanes < GROUP + 2, is_key, q_norm, k_norm, eps, cos, sin, HEAD_DIM, ROWS, WIDTH, PARTS
+        )
+        q = ()
+        for index in tl.static_range(PARTS):
+            q += (turned[index].to(dtype),)
         if stop == context:
-            slot = tl.load(table + (context - 1) // BLOCK_SIZE).to(tl.int64) * all_strides[0]
+            slot = newest.to(tl.int64) * all_strides[0]
             slot += (context - 1) % BLOCK_SIZE * all_strides[1] + kv_head.to(tl.int64) * all_strides[2]
-            query += (tl.num_programs(0) * GROUP + kv_head) * query_head_stride
-            one = tl.arange(0, 1)
-            new = _turn(query, one, one == 0, k_norm, eps, cos, sin, query.dtype.element_ty, HEAD_DIM, DIM, 1)
-            _keep(all_keys + slot, new[0], key_scales, kv_head, HEAD_DIM, DIM)
-            query += tl.num_programs(0) * query_head_stride
-            fresh = _load(query, one, one == 0, query.dtype.element_ty, HEAD_DIM, DIM, True)
-            _keep(all_values + slot, fresh, value_scales, kv_head, HEAD_DIM, DIM)
+            _keep(all_keys + slot, turned, is_key, key_scales, kv_head, HEAD_DIM, WIDTH, PARTS)
+            _keep(all_values + slot, raw, is_value, value_scales, kv_head, HEAD_DIM, WIDTH, PARTS)
             tl.debug_barrier()  # other threads of this program will read it
     total = _zeros(ROWS, WIDTH, PARTS)
     total_weight = tl.zeros([ROWS], tl.float32)
@@ -350,8 +368,8 @@ def _decode(
             mixed = _zeros(ROWS, WIDTH, PARTS)
             weight = tl.zeros([ROWS], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
-    start = begin + tiles * BLOCK_N
-    if start < stop:
+    # what is left is one tile at most; as a loop its keys and values are under way together, and take fewer registers
+    for start in range(begin + tiles * BLOCK_N, stop, BLOCK_N):
         live = start + tl.arange(0, BLOCK_N) < stop
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
@@ -618,11 +636,12 @@ def decode(
     split = 0 if parts is None else 1 if rest is None else 2
     programs = (decodes, owners, rest)[split].shape[0]
     angle_stride = 0 if fresh.cos is None else fresh.cos.stride(0)
+    rows = widths["GROUP"] + (0 if fresh.cos is None else 2)
     if programs:
         _decode[keys.shape[2], programs](
             query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
             owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
-            ROWS=max(16, triton.next_power_of_2(widths["GROUP"])), BLOCK_N=block_n, AHEAD=ahead,
+            ROWS=max(16, triton.next_power_of_2(rows)), BLOCK_N=block_n, AHEAD=ahead,
             NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
             maxnreg=registers, **launch_options(query),
         )  # fmt: skip

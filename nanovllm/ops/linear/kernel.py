@@ -220,6 +220,11 @@ def many_kernel(
     for index in tl.static_range(AT_ONCE):
         start = index * COLUMNS
         tiles += (_load(weights + start, start + column < INPUTS, WHOLE),)
+    row, x_column = _places(ROWS, PARTS, CHUNKS)
+    gains = ()
+    for index in tl.static_range(AT_ONCE if NORM else 0):
+        at = index * COLUMNS + x_column
+        gains += (_load(gain + at, at < INPUTS, WHOLE),)
     release(WAITS)  # the weights of the next kernel come after these
     wait(WAITS)
 
@@ -229,7 +234,6 @@ def many_kernel(
     more = 0.0
     if ADD:
         more = tl.load(residual + out_row.to(tl.int64) * residual_row + place, exists, 0.0).to(tl.float32)
-    row, x_column = _places(ROWS, PARTS, CHUNKS)
     x_at = x + tl.minimum(row, rows - 1).to(tl.int64) * x_row + x_column
     squares = tl.zeros([ROWS * PARTS * CHUNKS, 4], tl.float32)
     factors = ()
@@ -242,13 +246,14 @@ def many_kernel(
         if index + HELD < TILES:
             tiles += (_load(weights + start, start + column < INPUTS, WHOLE),)
             factors += (_load(x_at + start, start + x_column < INPUTS, WHOLE),)
+            if NORM:
+                gains += (_load(gain + start + x_column, start + x_column < INPUTS, WHOLE),)
         tile = _operand(tiles[index], ALL, PARTS, CHUNKS)
         values = factors[index]
         if NORM:
-            at = index * COLUMNS + x_column
             wide = values.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, (ROWS * PARTS * CHUNKS, 4, 8)), 2)
-            values = (wide * _load(gain + at, at < INPUTS, WHOLE).to(tl.float32)).to(DTYPE)
+            values = (wide * gains[index].to(tl.float32)).to(DTYPE)
         factor = _operand(values, ROWS, PARTS, CHUNKS)
         if ALL == 8:
             sums = tl.dot(factor, tl.permute(tile, (0, 2, 1)), sums)

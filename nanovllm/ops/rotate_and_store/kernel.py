@@ -1,6 +1,8 @@
 """One program treats a few heads of one token: query heads, key heads or value heads, never two kinds.
 
-A head is read as two halves, so that a thread holds both numbers of each pair that the rotation mixes.
+A head is read as two halves, so that a thread holds both numbers of each pair that the rotation mixes. All that a
+program needs is asked for at once, in tiles of one shape: what is asked for behind a sum waits for what the sum needs,
+and what has another shape changes hands.
 """
 
 import torch
@@ -16,24 +18,27 @@ FEW_TOKENS = 64
 
 
 @triton.jit
-def _norm(one, two, weight, column, inside, eps, HEAD_DIM: tl.constexpr):
-    """Return both halves of heads, divided by their root mean square and times the weight, rounded as the reference."""
-    x, y = one.to(tl.float32), two.to(tl.float32)
-    scale = tl.rsqrt((tl.sum(x * x, 1, keep_dims=True) + tl.sum(y * y, 1, keep_dims=True)) / HEAD_DIM + eps)
-    x, y = (x * scale).to(one.dtype).to(tl.float32), (y * scale).to(one.dtype).to(tl.float32)
-    x *= tl.load(weight + column, inside, 0.0).to(tl.float32)
-    y *= tl.load(weight + HEAD_DIM // 2 + column, inside, 0.0).to(tl.float32)
-    return x.to(one.dtype), y.to(one.dtype)
+def _load(row, column, inside, HALF: tl.constexpr):
+    """Load both halves of a row, or of one that all heads share."""
+    return tl.load(row + column, inside, 0.0), tl.load(row + HALF + column, inside, 0.0)
 
 
 @triton.jit
-def _rotate(one, two, cos, sin, column, inside, HEAD_DIM: tl.constexpr):
-    """Return both halves turned, rounded where the reference rounds."""
+def _turned(row, norm, cos, sin, column, inside, half, eps, HEAD_DIM: tl.constexpr):
+    """Return both halves of heads, normalised, if there is a norm, and turned; rounded where the reference rounds."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    one, two = _load(row, column, inside, HALF)
+    cos, other_cos = _load(cos, column, half, HALF)
+    sin, other_sin = _load(sin, column, half, HALF)
     x, y = one.to(tl.float32), two.to(tl.float32)
-    first = (x * tl.load(cos + column, inside, 0.0).to(tl.float32)).to(one.dtype).to(tl.float32)
-    second = (y * tl.load(cos + HEAD_DIM // 2 + column, inside, 0.0).to(tl.float32)).to(one.dtype).to(tl.float32)
-    first += y * tl.load(sin + column, inside, 0.0).to(tl.float32)
-    second += x * tl.load(sin + HEAD_DIM // 2 + column, inside, 0.0).to(tl.float32)
+    if norm is not None:
+        gain, other_gain = _load(norm, column, half, HALF)
+        scale = tl.rsqrt((tl.sum(x * x, 1, keep_dims=True) + tl.sum(y * y, 1, keep_dims=True)) / HEAD_DIM + eps)
+        x, y = (x * scale).to(one.dtype).to(tl.float32), (y * scale).to(one.dtype).to(tl.float32)
+        x, y = (x * gain.to(tl.float32)).to(one.dtype), (y * other_gain.to(tl.float32)).to(one.dtype)
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    first = (x * cos.to(tl.float32)).to(one.dtype).to(tl.float32) + y * sin.to(tl.float32)
+    second = (y * other_cos.to(tl.float32)).to(one.dtype).to(tl.float32) + x * other_sin.to(tl.float32)
     return first.to(one.dtype), second.to(one.dtype)
 
 
@@ -73,7 +78,7 @@ def rotate_and_store_kernel(
     token = (tl.program_id(0) // GROUPS).to(tl.int64)  # int64: slot * keys_slot passes 2**31 in a cache of 4 GiB
     group = tl.program_id(0) % GROUPS
     slot = tl.load(slot_mapping + token)
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     half = column < HALF
     row = tl.arange(0, ROWS)[:, None]
     qkv += token * qkv_token
@@ -83,28 +88,19 @@ def rotate_and_store_kernel(
     if group < KEYS:
         head = group * ROWS + row
         inside = (head < HEADS) & half
-        pointers = qkv + head * qkv_head + column
-        one, two = tl.load(pointers, inside, 0.0), tl.load(pointers + HALF, inside, 0.0)
-        if q_norm is not None:
-            one, two = _norm(one, two, q_norm, column, half, eps, HEAD_DIM)
-        one, two = _rotate(one, two, cos, sin, column, half, HEAD_DIM)
+        one, two = _turned(qkv + head * qkv_head, q_norm, cos, sin, column, inside, half, eps, HEAD_DIM)
         pointers = out + (token * HEADS + head) * HEAD_DIM + column
         tl.store(pointers, one, inside)
         tl.store(pointers + HALF, two, inside)
     elif group < VALUES:
         head = (group - KEYS) * ROWS + row
         live = head < KV_HEADS
-        pointers = qkv + (HEADS + head) * qkv_head + column
-        one, two = tl.load(pointers, live & half, 0.0), tl.load(pointers + HALF, live & half, 0.0)
-        if k_norm is not None:
-            one, two = _norm(one, two, k_norm, column, half, eps, HEAD_DIM)
-        one, two = _rotate(one, two, cos, sin, column, half, HEAD_DIM)
+        one, two = _turned(qkv + (HEADS + head) * qkv_head, k_norm, cos, sin, column, live & half, half, eps, HEAD_DIM)
         _store(keys + slot * keys_slot, keys_head, key_scales, slot, one, two, head, column, live, half, HALF)
     else:
         head = (group - VALUES) * ROWS + row
         live = head < KV_HEADS
-        pointers = qkv + (HEADS + KV_HEADS + head) * qkv_head + column
-        one, two = tl.load(pointers, live & half, 0.0), tl.load(pointers + HALF, live & half, 0.0)
+        one, two = _load(qkv + (HEADS + KV_HEADS + head) * qkv_head, column, live & half, HALF)
         _store(values + slot * values_slot, values_head, value_scales, slot, one, two, head, column, live, half, HALF)
 
 
