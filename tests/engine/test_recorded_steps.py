@@ -1,8 +1,8 @@
 """Recorded decode steps without a GPU: what is replayed runs here, as late as a device may be, on the same messages.
 
 A stand-in for CUDA graphs keeps the step that was to be recorded, and ``replay`` puts it into a queue. Nothing of the
-queue runs before somebody waits for it: so a message that is overwritten while a step may still read it shows, and so do
-tokens that are overwritten before the host has read them. Attention is the reference, by the lists of a message.
+queue runs before somebody waits for it: so a message that is overwritten while a step may still read it shows, and so
+do tokens that are overwritten before the host has read them. Attention is the reference, by the lists of a message.
 """
 
 import sys
