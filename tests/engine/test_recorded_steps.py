@@ -240,3 +240,22 @@ def test_a_replay_that_fails_ends_its_requests_alone(opened, device):
     found = answers(opened, given(), (4,), "before", device)
     assert found != expected and all(one == other[: len(one)] for one, other in zip(found, expected, strict=True))
     assert answers(opened, given()) == expected
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_ctrl_c_in_front_of_the_wait_leaves_no_more_steps_under_way(lookahead, opened, open_llm, monkeypatch):
+    """One more would be under way for good; and where none may be, a token is missing when the next one is decided."""
+    llm = opened if lookahead else open_llm(max_num_seqs=8)
+    expected = answers(llm, given())
+    engine, most = llm.llm_engine, []
+    settle, times = engine._settle, iter(range(100))
+
+    def interrupted():
+        most.append(len(engine._under_way))
+        if next(times) in (4, 6, 8, 10):
+            raise KeyboardInterrupt
+        settle()
+
+    monkeypatch.setattr(engine, "_settle", interrupted)
+    assert answers(llm, given()) == expected
+    assert max(most) == 1 + lookahead
