@@ -140,7 +140,7 @@ class DecodeGraphs:
         pairs = ((self._message[0], self._inbox[0, 0]), (self._turn, self._outbox[0, 0]))
         weakref.finalize(self, _let_go, pairs, torch.cuda.current_stream(device)).atexit = False
         self._views: dict[tuple[int, int, Cuts], tuple[dict[str, Any], int]] = {}
-        self._steps = 0  # as the device counts them in ``_turn``
+        self._steps: int | None = 0  # as the device counts them in ``_turn``; None: it alone knows
         self._recorded: dict[Key, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -160,20 +160,20 @@ class DecodeGraphs:
         return not self.deterministic or all(span.start >= len(span.request.prompt_token_ids) for span in spans)
 
     def run(self, spans: Sequence[Span]) -> Samples:
-        """Compute a step that ``fits``, and draw. The tokens may lie in memory that the next step overwrites."""
-        params = [span.request.params for span in spans]
+        """Compute a step that ``fits``, and draw. The tokens may lie in memory that is used anew ``SLOTS`` steps on."""
         chosen = all(map(plain, spans))
         rows = next(size for size in self.sizes if size >= len(spans))
-        slot = self._steps % SLOTS
-        cuts = self._write(slot, spans, rows)
-        key = Key(rows, cuts, samples=chosen, filters=chosen and any(map(filters, params)))
+        steps = int(self._turn) if self._steps is None else self._steps
+        cuts = self._write(steps % SLOTS, spans, rows)
+        key = Key(rows, cuts, samples=chosen, filters=chosen and any(filters(span.request.params) for span in spans))
         if key not in self._recorded:
             self._record(key)
         graph, logits = self._recorded[key]
+        self._steps = None  # an exception now, a second Ctrl-C above all, leaves open whether the step has begun
         graph.replay()
-        self._steps += 1
+        self._steps = steps + 1
         if logits is None:
-            return Samples(self._outbox[slot, : len(spans)], ())
+            return Samples(self._outbox[steps % SLOTS, : len(spans)], ())
         return sample(logits[: len(spans)], spans, self.drawn, logprobs_mode=self.logprobs_mode)
 
     def _write(self, slot: int, spans: Sequence[Span], rows: int) -> Cuts:

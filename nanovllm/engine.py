@@ -159,7 +159,7 @@ class LLMEngine:
         ended (``error.outputs``), and the engine goes on with the others, also with the other samples of those. On
         any other exception (Ctrl-C) nothing is lost: the step goes on, or begins again.
         """
-        if self._stalled:
+        if self._stalled or len(self._under_way) > self._runner.lookahead:  # the last step ended early
             self._settle_all()
         began = time.perf_counter()
         output = self.scheduler.schedule()

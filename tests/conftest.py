@@ -34,7 +34,7 @@ if SHAPES_ARE_CHECKED:  # wherever tensors cross a file; kernels have types of t
         ]
         + [
             f"nanovllm.ops.{op}.reference"
-            for op in ("store_kvcache", "rotate_and_store", "take_tokens", "mask", "penalize")
+            for op in ("store_kvcache", "rotate_and_store", "take_tokens", "mask", "penalize", "exchange", "look_up")
         ],
         "beartype.beartype",
     )

@@ -460,6 +460,13 @@ def test_the_lists_of_a_graph_are_padded(name, sharing_pays, monkeypatch):
     assert field["tables"][: len(blocks)].tolist() == blocks.tolist()
     assert field["slots"].tolist() == [*slots, *[-1] * (rows - number)]
     assert field["sources"].tolist() == [7] * number + [0] * (rows - number)
+    assert field["positions"].tolist() == ends + [0] * (rows - number), "there is no angle of any other padding"
+    decodes, owners, rest, shared = (field[name].long() for name in ("decodes", "owners", "rest", "shared"))
+    assert len(decodes) == rows + 1 and not decodes[number:].any() and decodes[:number, 1].all()
+    used = int((-(-decodes[:number, 1] // decodes[:number, 3])).sum())
+    alone = used - int(shared[:, 1].sum())
+    assert (owners[:used] < number).all() and (owners[used:] == rows).all()
+    assert (rest[:alone] >= 0).all() and (rest[alone:] == -1).all()
     assert field["top_k"].tolist() == [3] * number + [0] * (rows - number)
     torch.testing.assert_close(field["temperatures"], torch.tensor([0.5] * number + [0.0] * (rows - number)))
     there = {name: array.to(DEVICE) for name, array in field.items()}

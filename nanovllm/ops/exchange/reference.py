@@ -20,7 +20,7 @@ def receive(inbox: Int32[Tensor, "slots most"], turn: Int64[Tensor, ""], message
 
 
 def deliver(
-    tokens: Int64[Tensor, " rows"] | None, kept: Int64[Tensor, " most"], outbox: Int64[Tensor, "slots most"],
+    tokens: Int64[Tensor, " rows"] | None, kept: Int64[Tensor, " rows_or_more"], outbox: Int64[Tensor, "slots most"],
     turn: Int64[Tensor, ""],
 ) -> None:  # fmt: skip
     """Put a step's tokens where the next step and the host find them, if there are any; begin the next turn.
