@@ -300,8 +300,9 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
             number = len(types) if isinstance(types, list) else repr(types)
             raise CheckpointError(f"layer_types has {number} entries for {layers} layers.")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if raw.get("sliding_window_pattern") is not None:  # Gemma 3 as it was published: every sixth layer sees everything
-        pattern = _count(raw, "sliding_window_pattern")
+    gemma2 = raw.get("model_type") == "gemma2"
+    if gemma2 or raw.get("sliding_window_pattern") is not None:  # Gemma as published: every second or sixth is whole
+        pattern = _count(raw, "sliding_window_pattern", 2 if gemma2 else None)
         return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
     full = _count(raw, "max_window_layers", layers, least=0) if qwen else 0
     return tuple(None if layer < full else window for layer in range(layers))

@@ -16,7 +16,7 @@ class Attention(nn.Module):
     """Write this step's keys and values to the cache, then attend over all of each request.
 
     ``norm`` is the kind of norm that each query and key head goes through before the rotation (Qwen3, Gemma 3);
-    None for none. ``scale`` multiplies the scores; None: 1 / sqrt(head_dim).
+    None for none. ``scale`` multiplies the scores; None: 1 / sqrt(head_dim). ``softcap`` bounds them.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Attention(nn.Module):
         output_bias: bool = False,
         norm: type[RMSNorm] | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         adds: bool = True,
     ) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         self.layer, self.is_last = layer, layer == config.num_layers - 1
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.window = config.windows[layer]
-        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.scale, self.softcap = self.head_dim**-0.5 if scale is None else scale, softcap
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
@@ -62,11 +63,14 @@ class Attention(nn.Module):
         q_norm, k_norm, scales = self.q_norm, self.k_norm, cache.scales(self.layer)
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         keys, values = cache.layer(self.layer)
+        cap = self.softcap
         if batch.attend_fresh is not None:
-            out = batch.attend_fresh(qkv, norms, *angles, keys, values, batch.plan, self.scale, self.window, *scales)
+            out = batch.attend_fresh(
+                qkv, norms, *angles, keys, values, batch.plan, self.scale, self.window, *scales, softcap=cap
+            )
         else:
             q = rotate_and_store(qkv, norms, *angles, *cache.slots(self.layer), batch.slot_mapping, *scales)
-            out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales)
+            out = batch.attend(q, keys, values, batch.plan, self.scale, self.window, *scales, softcap=cap)
         if self.is_last and batch.hidden_rows is not None:
             out, total = out[batch.hidden_rows], total[batch.hidden_rows]
         return self.o_proj.plus(out.flatten(1), total) if self.adds else (self.o_proj(out.flatten(1)), total)

@@ -15,6 +15,7 @@ MODELS = {
     "MistralForCausalLM": "nanovllm.models.llama:Llama",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "nanovllm.models.qwen3:Qwen3",
+    "Gemma2ForCausalLM": "nanovllm.models.gemma2:Gemma2",
     "Gemma3ForCausalLM": "nanovllm.models.gemma3:Gemma3",
 }
 

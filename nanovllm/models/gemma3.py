@@ -31,12 +31,12 @@ class GemmaNorm(RMSNorm):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each between two norms."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, head_norm: type[RMSNorm] | None, softcap: float | None) -> None:
         super().__init__()
         scale = config.raw.get("query_pre_attn_scalar", 256) ** -0.5
         bias = config.attention_bias
         self.self_attn = Attention(
-            config, layer, qkv_bias=bias, output_bias=bias, norm=GemmaNorm, scale=scale, adds=False
+            config, layer, qkv_bias=bias, output_bias=bias, norm=head_norm, scale=scale, softcap=softcap, adds=False
         )
         self.mlp = MLP(config, adds=False)
         width, eps = config.hidden_size, config.norm_eps
@@ -59,10 +59,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Scaled embedding, layers of two kinds, final norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, head_norm: type[RMSNorm] | None, softcap: float | None) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, head_norm, softcap) for layer in range(config.num_layers)
+        )
         self.norm = GemmaNorm(config.hidden_size, config.norm_eps)
         self.windows = config.windows
 
@@ -79,19 +81,22 @@ class Decoder(nn.Module):
 
 
 class Gemma3(nn.Module):
-    """The whole model."""
+    """The whole model. Gemma 2 is another ``generation``: no norms of heads, caps on scores, one base of rotation."""
+
+    generation = 3
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if config.raw.get(name) is not None:
-                raise CheckpointError(f"{name} is {config.raw[name]!r}; Gemma 3 is built without it, as published.")
+        softcap, latest = soft_cap(config, "attn_logit_softcapping"), self.generation == 3
+        if latest and softcap is not None:
+            raise CheckpointError(f"attn_logit_softcapping is {softcap}; Gemma 3 is built without it, as published.")
         if config.raw.get("use_bidirectional_attention"):
             raise CheckpointError("use_bidirectional_attention is true; only causal decoders are built.")
-        self.model = Decoder(config)
+        self.model = Decoder(config, GemmaNorm if latest else None, softcap)
+        self._softcap = soft_cap(config, "final_logit_softcapping")
         tied = config.raw.get("tie_word_embeddings", True)
         self.lm_head = Head(config.hidden_size, config.vocab_size, self.model.embed_tokens if tied else None)
-        local = RopeConfig(theta=_local_base(config), settings={})
+        local = RopeConfig(theta=_local_base(config), settings={}) if latest else config.rope
         self.rotaries = [
             Rotary(rope, config.head_dim, config.max_position_embeddings, max_model_len)
             for rope in (config.rope, local)
@@ -107,7 +112,15 @@ class Gemma3(nn.Module):
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Score every token of the vocabulary as the next one; at least float32."""
         scores: Tensor = self.lm_head(hidden)
-        return scores
+        return scores if self._softcap is None else torch.tanh(scores / self._softcap) * self._softcap
+
+
+def soft_cap(config: ModelConfig, name: str) -> float | None:
+    """Return what bounds scores or logits: s becomes c tanh(s / c)."""
+    value = config.raw.get(name)
+    if value is not None and not (type(value) in (int, float) and 0 < value < float("inf")):
+        raise CheckpointError(f"{name} is {value!r}; it must be a number above 0, or null for no cap.")
+    return value
 
 
 def _local_base(config: ModelConfig) -> float:

@@ -35,7 +35,7 @@ ROOMS = [
 ENTRANCES = {"nanovllm": "__init__.py", "cli": "__main__.py"}
 """Files at the top that are no part: public names, and the door of the command line."""
 
-CODE_LINES, FILE_LINES = 4260, 300
+CODE_LINES, FILE_LINES = 4280, 300
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

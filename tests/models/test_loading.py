@@ -253,6 +253,32 @@ def test_old_spelling_of_gemma3(kit, tmp_path):
     check(kit, tmp_path, reference)
 
 
+def test_old_spelling_of_gemma2(kit, tmp_path):
+    """Gemma 2 was published without a list of layers: every second one, from the first on, has the window."""
+    reference = kit.make_reference(
+        "Gemma2Config", num_hidden_layers=3, sliding_window=4, head_dim=16, attn_logit_softcapping=1.5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    reference.save_pretrained(tmp_path)
+    edit_config(tmp_path, "layer_types")
+    check(kit, tmp_path, reference)
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, True, "30", float("inf"), float("nan")])
+def test_caps_that_bound_nothing_are_refused(kit, tmp_path, cap):
+    kit.make_reference("Gemma2Config", num_hidden_layers=1, head_dim=16).save_pretrained(tmp_path)
+    edit_config(tmp_path, final_logit_softcapping=cap)
+    with pytest.raises(CheckpointError, match="final_logit_softcapping is .*must be a number above 0"):
+        open_llm(tmp_path)
+
+
+def test_gemma3_has_no_cap_on_scores(kit, tmp_path):
+    kit.make_reference("Gemma3TextConfig", num_hidden_layers=1, head_dim=16).save_pretrained(tmp_path)
+    edit_config(tmp_path, attn_logit_softcapping=50.0)
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping is 50\.0"):
+        open_llm(tmp_path)
+
+
 # What the machine has to say about precision
 
 

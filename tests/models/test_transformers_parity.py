@@ -75,6 +75,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=16, num_hidden_layers=3, sliding_window=6, query_pre_attn_scalar=24,
              layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
+    "gemma3 capped logits": (
+        "Gemma3TextConfig", dict(num_hidden_layers=3, head_dim=16, sliding_window=9, final_logit_softcapping=0.7),
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        dict(num_hidden_layers=3, head_dim=16, sliding_window=6, query_pre_attn_scalar=24,
+             attn_logit_softcapping=1.5, final_logit_softcapping=0.7),
+    ),
+    "gemma2 as published": ("Gemma2Config", dict(num_hidden_layers=4, head_dim=12, sliding_window=500)),
     "gemma3 untied, bias": (
         "Gemma3TextConfig",
         dict(head_dim=12, num_hidden_layers=2, sliding_window=500, tie_word_embeddings=False, attention_bias=True,

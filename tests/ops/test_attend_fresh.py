@@ -22,7 +22,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def check(contexts, *, head_dim=16, kv_heads=2, group=2, block_size=16, dtype=torch.float32, norms=True, float8=False,
-          window=None, processors=FEW):  # fmt: skip
+          window=None, processors=FEW, softcap=None):  # fmt: skip
     """Compare outputs and caches. Where no token lies there is NaN, and so in the slots of the new tokens."""
     generator = torch.Generator().manual_seed(0)
 
@@ -57,12 +57,12 @@ def check(contexts, *, head_dim=16, kv_heads=2, group=2, block_size=16, dtype=to
     plan = paged.plan([1] * len(contexts), contexts, tables, block_size, DEVICE)
     plan = replace(plan, processors=processors)
     assert paged.attends_fresh(plan)
-    out = paged.attend_fresh(qkv, weights, cos, sin, *caches, plan, 0.3, window, *scales)
+    out = paged.attend_fresh(qkv, weights, cos, sin, *caches, plan, 0.3, window, *scales, softcap=softcap)
     # a last bit of float8 is an eighth: what is attended to is what was written
     meant = [cache.float() * scale[:, None] for cache, scale in zip(caches, scales, strict=False)] or expected_caches
     starts = torch.arange(len(contexts) + 1)
     table = torch.tensor([row + [-1] * (max(sizes) - len(row)) for row in tables], device=DEVICE)
-    expected = reference.attend(query, *meant, starts, torch.tensor(contexts), table, 0.3, window)
+    expected = reference.attend(query, *meant, starts, torch.tensor(contexts), table, 0.3, window, softcap)
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
     assert out.is_contiguous()
@@ -73,6 +73,11 @@ def check(contexts, *, head_dim=16, kv_heads=2, group=2, block_size=16, dtype=to
     same = [cache.flatten(0, 1).view(torch.uint8)[untouched.to(DEVICE)] for cache in (*caches, *expected_caches)]
     assert torch.equal(same[0], same[2])
     assert torch.equal(same[1], same[3])
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_capped_scores(float8):
+    check([1, 17, CHUNK + 1], softcap=0.2, float8=float8)
 
 
 @pytest.mark.parametrize("processors", [FEW, MANY])

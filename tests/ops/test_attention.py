@@ -34,12 +34,12 @@ class Case:
     context_lens: list[int]
     tables: list[list[int]]
 
-    def by_reference(self, scale: float, window: int | None) -> torch.Tensor:
+    def by_reference(self, scale: float, window: int | None, softcap: float | None = None) -> torch.Tensor:
         starts = torch.tensor([0, *torch.tensor(self.query_lens).cumsum(0).tolist()], dtype=torch.int32)
         longest = max(map(len, self.tables))
         table = torch.tensor([row + [-1] * (longest - len(row)) for row in self.tables], dtype=torch.int32)
         contexts = torch.tensor(self.context_lens, dtype=torch.int32)
-        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window)
+        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window, softcap)
 
     def by_backend(self, name: str, scale: float, window: int | None, plan: object = None) -> torch.Tensor:
         backend = find_backend(name, "cpu")
@@ -124,6 +124,25 @@ def by_hand(case: Case, scale: float, window: int | None) -> torch.Tensor:
 def test_the_reference_means_the_formula(query_lens, context_lens, block_size, kv_heads, group, window):
     case = make_case(query_lens, context_lens, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=4)
     torch.testing.assert_close(case.by_reference(0.4, window).double(), by_hand(case, 0.4, window), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_capped_scores(softcap, window):
+    """The reference caps each score before its softmax; a backend means the same, whatever else is in the step."""
+    case = make_case([3, 1, 4, 1], [3, 6, 9, 1], block_size=4)
+    found = case.by_reference(0.9, window, softcap)
+    keys = case.keys[case.tables[1]].flatten(0, 1)[:6].repeat_interleave(2, dim=1)
+    values = case.values[case.tables[1]].flatten(0, 1)[:6].repeat_interleave(2, dim=1)
+    scores = torch.einsum("hd,chd->hc", case.query[3], keys) * 0.9
+    weights = (softcap * torch.tanh(scores / softcap))[:, -(window or 6) :].softmax(-1)
+    by_formula = torch.einsum("hc,chd->hd", weights, values[-(window or 6) :])
+    torch.testing.assert_close(found[3], by_formula, rtol=1e-5, atol=1e-5)
+    for name in BACKENDS:
+        out = find_backend(name, "cpu").attend(
+            case.query, case.keys, case.values, case.plan(name), 0.9, window, softcap=softcap
+        )
+        torch.testing.assert_close(out, found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -33,7 +33,7 @@ def is_index(tensor, *shape):
     return tensor.dtype is torch.int32 and tuple(tensor.shape) == shape and tensor.is_contiguous()
 
 
-def attend_one(query, keys, values, scale, causal, window_size):
+def attend_one(query, keys, values, scale, causal, window_size, softcap):
     """[rows, heads, head_dim] of one request, its keys and values in order; the mask of the documentation."""
     left, right = window_size
     right = 0 if causal else right
@@ -48,7 +48,10 @@ def attend_one(query, keys, values, scale, causal, window_size):
     heads = []
     for head in range(query.shape[1]):
         q, k, v = query[:, head].float(), keys[:, head // group].float(), values[:, head // group].float()
-        scores = (q @ k.T * scale).where(seen, torch.tensor(-math.inf))
+        scores = q @ k.T * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.where(seen, torch.tensor(-math.inf))
         heads.append(scores.softmax(-1) @ v)
     return torch.stack(heads, 1).to(query.dtype)
 
@@ -68,7 +71,7 @@ def check_tensors(query, keys, values, page):
     assert query.shape[-2] % keys.shape[2] == 0
 
 
-def paged_varlen(query, keys, values, starts, lengths, table, scale, causal, window_size):
+def paged_varlen(query, keys, values, starts, lengths, table, scale, causal, window_size, softcap):
     """Both libraries' work: requests with any number of rows."""
     assert scale is not None and causal is True and len(window_size) == 2
     assert ((table >= 0) & (table < len(keys))).all(), "no index leads out of the cache, used or not"
@@ -77,7 +80,7 @@ def paged_varlen(query, keys, values, starts, lengths, table, scale, causal, win
     outs = []
     for request, length in enumerate(lengths.tolist()):
         k, v = (gather(cache, table[request], length) for cache in (keys, values))
-        outs.append(attend_one(query[starts[request] : starts[request + 1]], k, v, scale, causal, window_size))
+        outs.append(attend_one(query[starts[request] : starts[request + 1]], k, v, scale, causal, window_size, softcap))
     return torch.cat(outs)
 
 
@@ -100,12 +103,12 @@ class FlashAttention2:
         lengths = cu_seqlens_k.diff()
         assert cu_seqlens_k[0] == 0 and max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == lengths.max()
         self.calls.append(("varlen", requests))
-        return paged_varlen(q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, causal, window_size)
+        return paged_varlen(q, k, v, cu_seqlens_q, lengths, block_table, softmax_scale, causal, window_size, softcap)
 
     def flash_attn_with_kvcache(
         self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
         cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1),
+        window_size=(-1, -1), softcap=0.0,
     ):  # fmt: skip
         assert k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
         check_tensors(q, k_cache, v_cache, page=256)
@@ -116,7 +119,7 @@ class FlashAttention2:
         self.calls.append(("kvcache", requests))
         return paged_varlen(
             q.reshape(-1, heads, head_dim), k_cache, v_cache, starts, cache_seqlens, block_table, softmax_scale,
-            causal, window_size,
+            causal, window_size, softcap,
         ).view(q.shape)  # fmt: skip
 
 
@@ -130,7 +133,7 @@ class FlashAttention3:
         self, q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
         cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
         max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1),
+        causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
     ):  # fmt: skip
         assert k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is cu_seqlens_k_new is None
         check_tensors(q, k_cache, v_cache, page=1)
@@ -141,7 +144,16 @@ class FlashAttention3:
         assert type(max_seqlen_q) is int and max_seqlen_q == cu_seqlens_q.diff().max()
         self.calls.append(("kvcache", requests))
         return paged_varlen(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal, window_size
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q,
+            cache_seqlens,
+            page_table,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
         )
 
 
@@ -188,12 +200,12 @@ class Case:
     context_lens: list[int]
     tables: list[list[int]]
 
-    def by_reference(self, scale, window):
+    def by_reference(self, scale, window, softcap=None):
         starts = torch.tensor([0, *torch.tensor(self.query_lens).cumsum(0).tolist()])
         longest = max(map(len, self.tables))
         table = torch.tensor([row + [-1] * (longest - len(row)) for row in self.tables])
         contexts = torch.tensor(self.context_lens)
-        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window)
+        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window, softcap)
 
     def plan(self, module):
         return module.plan(self.query_lens, self.context_lens, self.tables, self.keys.shape[1], CPU)
@@ -221,14 +233,14 @@ def make_case(query_lens, context_lens, *, block_size=256, kv_heads=2, group=2, 
     return Case(query, keys.to(dtype), values.to(dtype), list(query_lens), list(context_lens), tables)
 
 
-def check(case, backend, *windows, scale=None):
+def check(case, backend, *windows, scale=None, softcap=None):
     scale = case.query.shape[2] ** -0.5 if scale is None else scale
     plan = case.plan(backend.module)
     for window in windows or (None,):
-        out = backend.module.attend(case.query, case.keys, case.values, plan, scale, window)
+        out = backend.module.attend(case.query, case.keys, case.values, plan, scale, window, softcap=softcap)
         assert out.dtype is case.query.dtype and out.is_contiguous()
         bound = TOLERANCE[out.dtype]
-        torch.testing.assert_close(out, case.by_reference(scale, window), rtol=bound, atol=bound)
+        torch.testing.assert_close(out, case.by_reference(scale, window, softcap), rtol=bound, atol=bound)
 
 
 STEPS = {
@@ -243,6 +255,11 @@ STEPS = {
     "a prompt of one token last": ([1, 7, 1], [300, 40, 1]),
     "in disorder": ([1, 7, 1, 12, 1, 3, 1], [2, 7, 33, 300, 16, 3, 270]),
 }
+
+
+@pytest.mark.parametrize("step", ["decodes", "whole prompts", "one chunk"])
+def test_capped_scores(step, backend):
+    check(make_case(*STEPS[step]), backend, None, 5, softcap=0.7)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -48,12 +48,12 @@ class Case:
     context_lens: list[int]
     tables: list[list[int]]
 
-    def by_reference(self, scale: float, window: int | None) -> torch.Tensor:
+    def by_reference(self, scale: float, window: int | None, softcap: float | None = None) -> torch.Tensor:
         starts = torch.tensor([0, *torch.tensor(self.query_lens).cumsum(0).tolist()])
         longest = max(map(len, self.tables))
         table = torch.tensor([row + [-1] * (longest - len(row)) for row in self.tables], device=DEVICE)
         contexts = torch.tensor(self.context_lens)
-        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window)
+        return reference.attend(self.query, self.keys, self.values, starts, contexts, table, scale, window, softcap)
 
     def by_kernel(
         self, scale: float, window: int | None = None, processors: int = FEW, one_tile: bool = False
@@ -125,6 +125,22 @@ def test_steps_of_every_kind(step, block_size):
 @pytest.mark.parametrize("step", ["decodes", "chunks", "mixed", "more than one piece"])
 def test_windows(step, window):
     check(make_case(*STEPS[step]), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("processors", [FEW, MANY])
+@pytest.mark.parametrize("step", ["decodes", "mixed", "more than one piece"])
+def test_capped_scores(step, processors, window):
+    case = make_case(*STEPS[step])
+    plan = replace(paged.plan(case.query_lens, case.context_lens, case.tables, 16, DEVICE), processors=processors)
+    for softcap in (0.3, 50.0):
+        out = paged.attend(case.query, case.keys, case.values, plan, 0.7, window, softcap=softcap)
+        expected = case.by_reference(0.7, window, softcap)
+        torch.testing.assert_close(
+            out, expected, rtol=2e-5, atol=2e-5
+        )  # what a cap of 50 is multiplied with is rounded
+    uncapped = case.by_reference(0.7, window)
+    assert (case.by_reference(0.7, window, 0.3) - uncapped).abs().max() > 0.01 or max(case.context_lens) == 1
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 17])
@@ -332,6 +348,14 @@ def test_shared_tiles_and_types(dtype, tile, sharing_pays, monkeypatch):
 
 
 @where_float8_is
+def test_what_decodes_have_in_common_with_capped_scores(sharing_pays):
+    case = make_shared_case(*GROUPS["two and others"])
+    plan = paged.plan(case.query_lens, case.context_lens, case.tables, 16, DEVICE)
+    assert plan.shared.shape[0]
+    out = paged.attend(case.query, case.keys, case.values, plan, 0.25, softcap=0.3)
+    torch.testing.assert_close(out, case.by_reference(0.25, None, 0.3), rtol=2e-5, atol=2e-5)
+
+
 def test_what_decodes_have_in_common_in_float8(sharing_pays):
     for block_size in (16, 64):
         case = make_shared_case([(128, [130, 150, 170, 190])], [70], kv_heads=2, block_size=block_size)

@@ -89,13 +89,17 @@ def plan(
     )
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None,
+    *, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.attend``; the plan stands for its three index tensors.
 
     Channels must lie side by side; rows, heads and blocks may lie anywhere.
     """
     # (left, right): how many tokens before and after its own place a row sees
     sight = {"causal": True, "window_size": (-1, -1) if window is None else (window - 1, 0)}
+    sight["softcap"] = softcap or 0.0
     outs: list[Tensor] = []
     if plan.decodes:
         decoded = flash_attn_with_kvcache(

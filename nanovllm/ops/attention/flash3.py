@@ -57,7 +57,10 @@ def plan(
     return Plan(query_edges, lengths, blocks, longest_span=int(sizes.max()))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None,
+    *, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.attend``; the plan stands for its three index tensors.
 
     Channels must lie side by side; rows, heads and blocks may lie anywhere.
@@ -69,5 +72,6 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float
         softmax_scale=scale, causal=True,
         # (left, right): how many tokens before and after its own place a row sees
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
     )  # fmt: skip
     return out

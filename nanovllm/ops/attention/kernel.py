@@ -119,17 +119,27 @@ def _find(
 
 
 @triton.jit
-def _update(q, k, v, seen, mixed, weight, top, factor, MASKED: tl.constexpr):
+def _update(q, k, v, seen, mixed, weight, top, factor, cap, MASKED: tl.constexpr):
     """Add a tile of keys and values to the sums; if MASKED, only where ``seen``."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, BLOCK_N]
-    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, MASKED)
+    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, cap, MASKED)
     mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
     return mixed, weight, top
 
 
 @triton.jit
-def _weigh(scores, seen, weight, top, factor, MASKED: tl.constexpr):
-    """Return a tile's weights, the factor for the sums so far, the new sum of weights and the new maximum."""
+def _weigh(scores, seen, weight, top, factor, cap, MASKED: tl.constexpr):
+    """Return a tile's weights, the factor for the sums so far, the new sum of weights and the new maximum.
+
+    Scores count ``factor`` times. With a ``cap``, their tanh(x) = (1 - exp(-2 x)) / (1 + exp(-2 x)) count that many
+    times, and ``factor`` makes of a score the logarithm to base 2 of exp(2 x).
+    """
+    if cap is not None:
+        scores *= factor
+        power = tl.exp2(-tl.abs(scores))
+        bound = (1 - power) / (1 + power)
+        scores = tl.where(scores < 0, -bound, bound)
+        factor = cap
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
@@ -151,12 +161,12 @@ def _add(mixed, weight, top, more, more_weight, more_top):
 
 
 @triton.jit
-def _update_parts(q, k, v, seen, mixed, weight, top, factor, PARTS: tl.constexpr, MASKED: tl.constexpr):
+def _update_parts(q, k, v, seen, mixed, weight, top, factor, cap, PARTS: tl.constexpr, MASKED: tl.constexpr):
     """``_update`` for tuples: of all channels, or of even and of odd ones."""
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")  # [rows, BLOCK_N]
     for part in tl.static_range(1, PARTS):
         scores = tl.dot(q[part], tl.trans(k[part]), scores, input_precision="ieee")
-    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, MASKED)
+    weights, fade, weight, top = _weigh(scores, seen, weight, top, factor, cap, MASKED)
     sums = ()
     for part in tl.static_range(PARTS):
         sums += (tl.dot(weights.to(v[part].dtype), v[part], mixed[part] * fade[:, None], input_precision="ieee"),)
@@ -258,7 +268,7 @@ def _keep(place, rows, which, scales, head, HEAD_DIM: tl.constexpr, WIDTH: tl.co
 @triton.jit(do_not_specialize=["split"])
 def _decode(
     query, keys, values, key_scales, value_scales, q_norm, k_norm, eps, cos, sin, out, parts, decodes, owners, rest,
-    tables, split, factor, row_stride, query_head_stride, angle_stride, block_stride, slot_stride, head_stride,
+    tables, split, factor, cap, row_stride, query_head_stride, angle_stride, block_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -362,7 +372,7 @@ def _decode(
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
         k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
         v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, False)
-        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, False)
+        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, cap, PARTS, False)
         if (tile + 1) % (chunk // BLOCK_N) == 0:
             total, total_weight, total_top = _add_parts(total, total_weight, total_top, mixed, weight, top, PARTS)
             mixed = _zeros(ROWS, WIDTH, PARTS)
@@ -374,7 +384,7 @@ def _decode(
         origin, rows = _find(blocks, start, kv_head, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, ONE)
         k = _load_cached(keys + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
         v = _load_cached(values + origin, rows, live, dtype, SOME, WIDTH, PARTS, NATIVE, True)
-        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, PARTS, True)
+        mixed, weight, top = _update_parts(q, k, v, live[None, :], mixed, weight, top, factor, cap, PARTS, True)
     total, total_weight, total_top = _add_parts(total, total_weight, total_top, mixed, weight, top, PARTS)
 
     num_heads = tl.num_programs(0) * GROUP
@@ -398,7 +408,7 @@ def _decode(
 
 @triton.jit
 def _shared(
-    query, keys, values, key_scales, parts, decodes, shared, tables, factor, row_stride, query_head_stride,
+    query, keys, values, key_scales, parts, decodes, shared, tables, factor, cap, row_stride, query_head_stride,
     block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -440,7 +450,7 @@ def _shared(
         blocks = _look_up(table, here + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
         k = _load(keys + origin, offsets, everyone, q.dtype, HEAD_DIM, DIM, False)
         v = _load(values + origin, offsets, everyone, q.dtype, HEAD_DIM, DIM, False)
-        mixed, weight, top = _update(q, k, v, everyone[None, :], mixed, weight, top, factor, False)
+        mixed, weight, top = _update(q, k, v, everyone[None, :], mixed, weight, top, factor, cap, False)
     dims = tl.arange(0, DIM)
     # of the parts; looked up so late because registers are scarce
     numbers = tl.load(lines + 4, mask=live, other=0).to(tl.int64) + place
@@ -506,7 +516,7 @@ def _join(
 
 @triton.jit
 def _prefill(
-    query, keys, values, key_scales, value_scales, out, pieces, tables, factor, row_stride, query_head_stride,
+    query, keys, values, key_scales, value_scales, out, pieces, tables, factor, cap, row_stride, query_head_stride,
     block_stride, slot_stride, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -546,7 +556,7 @@ def _prefill(
         blocks = _look_up(table, start + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N, ONE)
         k = _load(keys + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
         v = _load(values + origin, rows, live, q.dtype, HEAD_DIM, DIM, False)
-        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, False)
+        mixed, weight, top = _update(q, k, v, live[None, :], mixed, weight, top, factor, cap, False)
     for start in range(common, stop, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
         live = places < stop
@@ -558,7 +568,7 @@ def _prefill(
         seen = ages >= 0
         if WINDOW > 0:
             seen = seen & (ages < WINDOW)
-        mixed, weight, top = _update(q, k, v, seen, mixed, weight, top, factor, True)
+        mixed, weight, top = _update(q, k, v, seen, mixed, weight, top, factor, cap, True)
     pointers = out + ((row + lanes)[:, None] * num_heads + head) * HEAD_DIM + dims[None, :]
     mask = (lanes < size)[:, None] & (dims < HEAD_DIM)[None, :]
     weight = tl.where(lanes < size, weight, 1.0)
@@ -581,11 +591,12 @@ class Fresh(NamedTuple):
     sin: Tensor | None = None
 
 
-def _widths(query, keys, scale, window):
+def _widths(query, keys, scale, softcap, window):
     """Return the arguments that all kernels share: positional ones and keywords."""
     assert query.stride(2) == keys.stride(3) == 1
     head_dim = keys.shape[3]
-    numbers = (scale * LOG2_E, *query.stride()[:2], *keys.stride()[:3])
+    factors = (scale * LOG2_E, None) if softcap is None else (2 * scale / softcap * LOG2_E, softcap * LOG2_E)
+    numbers = (*factors, *query.stride()[:2], *keys.stride()[:3])
     widths = {
         "GROUP": query.shape[1] // keys.shape[2],
         "HEAD_DIM": head_dim,
@@ -599,7 +610,8 @@ def _widths(query, keys, scale, window):
 
 def sum_shared(
     query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, parts: Tensor, decodes: Tensor,
-    shared: Tensor, tables: Tensor, scale: float, members: int, rows: int, block_n: int, warps: int, stages: int,
+    shared: Tensor, tables: Tensor, scale: float, softcap: float | None, members: int, rows: int,
+    block_n: int, warps: int, stages: int,
     registers: int | None = None,
 ) -> None:  # fmt: skip
     """Put the sums of chunks that up to ``members`` decodes have in common into the rows of ``parts`` of each.
@@ -607,7 +619,7 @@ def sum_shared(
     ``rows``: most queries that a program multiplies at once; ``registers`` as for decodes.
     """
     assert keys.stride() == values.stride()
-    numbers, widths = _widths(query, keys, scale, None)
+    numbers, widths = _widths(query, keys, scale, softcap, None)
     del widths["WINDOW"]
     most = members * widths["GROUP"]
     rows = min(rows, max(16, triton.next_power_of_2(most)))
@@ -620,7 +632,8 @@ def sum_shared(
 def decode(
     query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, fresh: Fresh,
     out: Tensor, parts: Tensor | None, decodes: Tensor, owners: Tensor, rest: Tensor | None, tables: Tensor,
-    scale: float, window: int | None, ahead: int, ordered: bool, block_n: int, warps: int, stages: int,
+    scale: float, softcap: float | None, window: int | None, ahead: int, ordered: bool, block_n: int, warps: int,
+    stages: int,
     registers: int | None = None,
 ) -> None:  # fmt: skip
     """Attend spans of one token: each chunk by a program of its own, with a row of ``parts`` for its sums; or uncut.
@@ -632,7 +645,7 @@ def decode(
     ``registers``: most that a thread may have, so that a processor takes more programs; None: as the compiler likes.
     """
     assert keys.stride() == values.stride()
-    numbers, widths = _widths(query, keys, scale, window)
+    numbers, widths = _widths(query, keys, scale, softcap, window)
     split = 0 if parts is None else 1 if rest is None else 2
     programs = (decodes, owners, rest)[split].shape[0]
     angle_stride = 0 if fresh.cos is None else fresh.cos.stride(0)
@@ -640,7 +653,7 @@ def decode(
     if programs:
         _decode[keys.shape[2], programs](
             query, keys, values, key_scales, value_scales, *fresh, out, parts if split else out, decodes, owners,
-            owners if rest is None else rest, tables, split, *numbers[:3], angle_stride, *numbers[3:], **widths,
+            owners if rest is None else rest, tables, split, *numbers[:4], angle_stride, *numbers[4:], **widths,
             ROWS=max(16, triton.next_power_of_2(rows)), BLOCK_N=block_n, AHEAD=ahead,
             NATIVE=query.is_cuda and torch.version.hip is None, num_warps=warps, num_stages=stages,
             maxnreg=registers, **launch_options(query),
@@ -655,12 +668,13 @@ def decode(
 
 def prefill(
     query: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, out: Tensor,
-    pieces: Tensor, tables: Tensor, scale: float, window: int | None, block_m: int, block_n: int, warps: int,
+    pieces: Tensor, tables: Tensor, scale: float, softcap: float | None, window: int | None, block_m: int, block_n: int,
+    warps: int,
     stages: int, registers: int | None = None,
 ) -> None:  # fmt: skip
     """Attend spans of several tokens, cut into ``pieces`` of at most ``block_m``; ``registers`` as for decodes."""
     assert keys.stride() == values.stride()
-    numbers, widths = _widths(query, keys, scale, window)
+    numbers, widths = _widths(query, keys, scale, softcap, window)
     _prefill[query.shape[1], pieces.shape[0]](
         query, keys, values, key_scales, value_scales, out, pieces, tables, *numbers, **widths,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,

@@ -399,6 +399,7 @@ def attend(
     window: int | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See ``reference.attend``; the plan stands for its three index tensors.
 
@@ -410,9 +411,9 @@ def attend(
     if plan.pieces.shape[0]:
         width = _width(keys)
         tile = _fit(PREFILL_TILES, width, plan.shared_bytes - QUERY_TILE * width)
-        kernel.prefill(query, *cache, out, plan.pieces, plan.tables, scale, window, QUERY_TILE, *tile)
+        kernel.prefill(query, *cache, out, plan.pieces, plan.tables, scale, softcap, window, QUERY_TILE, *tile)
     if plan.decodes.shape[0]:
-        _decode(query, cache, kernel.Fresh(), out, plan, scale, window)
+        _decode(query, cache, kernel.Fresh(), out, plan, scale, softcap, window)
     return out
 
 
@@ -437,6 +438,7 @@ def attend_fresh(
     window: int | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute ``rotate_and_store`` and ``attend`` in one, for a step in which each request computes its last token.
 
@@ -447,7 +449,7 @@ def attend_fresh(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     fresh = kernel.Fresh(q_norm, k_norm, eps, cos, sin)
-    _decode(query, (keys, values, key_scales, value_scales), fresh, out, plan, scale, window)
+    _decode(query, (keys, values, key_scales, value_scales), fresh, out, plan, scale, softcap, window)
     return out
 
 
@@ -458,6 +460,7 @@ def _decode(
     out: Tensor,
     plan: Plan,
     scale: float,
+    softcap: float | None,
     window: int | None,
 ) -> None:
     keys, values, key_scales, _ = cache
@@ -472,7 +475,7 @@ def _decode(
         tile = _fit(SHARED_TILES, width, plan.shared_bytes - SHARED_ROWS * width)
         assert parts is not None
         kernel.sum_shared(
-            query, keys, values, key_scales, parts, plan.decodes, plan.shared, plan.tables, scale, SHARED_BY,
+            query, keys, values, key_scales, parts, plan.decodes, plan.shared, plan.tables, scale, softcap, SHARED_BY,
             SHARED_ROWS, *tile,
         )  # fmt: skip
     programs = kv_heads * (plan.decodes.shape[0] if parts is None else number)
@@ -481,8 +484,8 @@ def _decode(
     ahead = plan.chunk if early and plan.chunk < MIN_CHUNK else 0
     ordered = plan.one_tile or plan.owners.shape[0] <= FEW_CHUNKS * plan.decodes.shape[0]
     kernel.decode(
-        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, window, ahead, ordered,
-        *_fit(tiles, width, plan.shared_bytes),
+        query, *cache, fresh, out, parts, plan.decodes, plan.owners, rest, plan.tables, scale, softcap, window, ahead,
+        ordered, *_fit(tiles, width, plan.shared_bytes),
     )  # fmt: skip
 
 

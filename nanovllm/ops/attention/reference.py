@@ -14,6 +14,7 @@ def attend(
     block_table: Int[Tensor, "requests max_blocks"],
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "tokens heads head_dim"]:
     """Causal attention of each request's new tokens over all its tokens so far.
 
@@ -23,6 +24,7 @@ def attend(
     Request r owns rows [query_starts[r], query_starts[r + 1]) of ``query``; its keys and values, the new ones
     included, lie in the blocks ``block_table[r]``. A row sees itself and the ``window - 1`` tokens before it (all,
     if None). Query head h reads key-value head h // (heads // kv_heads). Softmax in at least float32.
+    ``softcap`` c: scores s become c tanh(s / c), as in Gemma 2 (arXiv 2408.00118, section 2).
     """
     out = torch.empty_like(query)
     group = query.shape[1] // keys.shape[2]
@@ -32,6 +34,8 @@ def attend(
         blocks = block_table[request, : -(-context // keys.shape[1])].long()
         k, v = (cache[blocks].flatten(0, 1)[:context].repeat_interleave(group, dim=1) for cache in (keys, values))
         scores = torch.einsum("qhd,chd->hqc", query[rows].to(wide), k.to(wide)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         places = torch.arange(context, device=query.device)
         ages = places[context - scores.shape[1] :, None] - places  # [rows, context]: how far back each key lies
         hidden = (ages < 0) if window is None else (ages < 0) | (ages >= window)

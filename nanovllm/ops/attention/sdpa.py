@@ -91,22 +91,31 @@ def plan(
     return Plan(block_size, tuple(decodes), tuple(spans), tuple(begun))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None) -> Tensor:
-    """See ``reference.attend``; the plan stands for its three index tensors. Fills the rest of begun blocks with 0."""
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, window: int | None = None,
+    *, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """See ``reference.attend``; the plan stands for its three index tensors. Fills the rest of begun blocks with 0.
+
+    PyTorch's functions have no ``softcap``: with one each request is computed by products, one after the other.
+    """
     for block, used in plan.begun:
         keys[block, used:] = 0
         values[block, used:] = 0
-    if plan.decodes:
+    decodes, spans = plan.decodes, plan.spans
+    if softcap is not None:
+        decodes, spans = (), (*((1, decode) for decode in plan.decodes), *spans)
+    if decodes:
         rows = plan.once("rows", window, lambda: _cut(plan, window, query.dtype))
         assert isinstance(rows, Rows)
         decoded = _attend_rows(query, keys, values, rows, scale)
-        if not plan.spans:
+        if not spans:
             return decoded
     out = torch.empty_like(query)
-    if plan.decodes:
-        out[[row for row, _, _ in plan.decodes]] = decoded
-    for size, span in plan.spans:
-        out[span[0] : span[0] + size] = _attend_span(query, keys, values, size, span, plan, scale, window)
+    if decodes:
+        out[[row for row, _, _ in decodes]] = decoded
+    for size, span in spans:
+        out[span[0] : span[0] + size] = _attend_span(query, keys, values, size, span, plan, scale, window, softcap)
     return out
 
 
@@ -187,13 +196,14 @@ def _attend_span(
     plan: Plan,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attend the ``size`` new tokens of one request to all its tokens."""
     start, context, table = span
     oldest = 0 if window is None else max(0, context - size + 1 - window)  # no row sees older tokens
     k, v = (_tokens(cache, table, oldest, context) for cache in (keys, values))
     q = query[start : start + size].transpose(0, 1)[None]
-    whole = size == context and (window is None or window >= size)
+    whole = size == context and (window is None or window >= size) and softcap is None
 
     def make() -> Tensor:
         places = torch.arange(oldest, context, device=query.device)
@@ -202,8 +212,13 @@ def _attend_span(
 
     mask = None if whole else plan.once(start, window, make)
     assert mask is None or isinstance(mask, Tensor)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    assert mask is not None, "it is whole for PyTorch's functions alone"
+    groups = q[0].reshape(k.shape[1], -1, size, q.shape[-1])  # [kv_heads, group, rows, head_dim]
+    scores = softcap * torch.tanh(groups @ k[0, :, None].mT * (scale / softcap)) + mask
+    return (scores.float().softmax(-1).to(v.dtype) @ v[0, :, None]).flatten(0, 1).transpose(0, 1)
 
 
 def _tokens(cache: Tensor, table: Sequence[int], first: int, stop: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Messages in one launch each. The host's memory is pinned: a device reads and writes it where it lies.
 
-Loads are ordinary ones, which take 16 bytes at a time. With ``volatile`` each word is a request of its own, and those
-of 256 rows take 60 us. What the host has written before a launch can be read by its first kernel.
+Loads are ordinary ones: with ``volatile`` each word is a request of its own over the bus, and those of 256 rows
+take 60 us. What the host has written before a launch can be read by its first kernel.
 """
 
 import triton
