@@ -108,16 +108,16 @@ class Event:
         self.device.run(self.place)
 
 
-def attend(query, keys, values, plan, scale, window=None):
+def attend(query, keys, values, plan, scale, window=None, *, softcap=None):
     """Attend to what the lists of a recorded step say, or as the CPU does."""
     if isinstance(plan, sdpa.Plan):
-        return sdpa.attend(query, keys, values, plan, scale, window)
+        return sdpa.attend(query, keys, values, plan, scale, window, softcap=softcap)
     out = torch.full_like(query, torch.nan)
     for row, context, table, *_ in plan.decodes.tolist():
         if context:
             blocks = plan.tables[table : table + -(-context // keys.shape[1])][None]
             facts = torch.tensor([0, 1]), torch.tensor([context]), blocks, scale, window
-            out[row : row + 1] = reference.attend(query[row : row + 1], keys, values, *facts)
+            out[row : row + 1] = reference.attend(query[row : row + 1], keys, values, *facts, softcap=softcap)
     return out
 
 
